@@ -1,0 +1,180 @@
+"""Request → Choice: what the caller asks of the selection, and what it answers with its reasons."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from anyfp8 import env, gemm
+from anyfp8.errors import InputError
+from anyfp8.gemm.base import Backend, Config, PreparedWeight
+from anyfp8.problem import ACCUMULATES, NUMERICS, Problem, QTensor
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("argument", "environment", "user table", "shipped table", "ranker", "default")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller may ask for; None means "as the environment says, else the default".
+
+    Attributes:
+        backend: force this one.
+        strict: a forced backend that refuses a layer is an error; otherwise that layer falls back.
+        tune: use tables and the ranker; False is the default path.
+        force_weight_only: never quantize activations.
+        numerics: "scheme" (the arithmetic the checkpoint asks for) or "at_least" (weight-only too).
+        accumulate: "auto", "fast" or "fp32_128".
+        batch_invariant: one configuration and reduction order for all M.
+        emulate: without FP8 units, compute what they would.
+        memory: of `dequant`: "load", "per_call", or None to let it decide.
+        backend_source: where `backend` came from, "argument" or "environment".
+    """
+
+    backend: str | None = None
+    strict: bool = False
+    tune: bool | None = None
+    force_weight_only: bool | None = None
+    numerics: str | None = None
+    accumulate: str = "auto"
+    batch_invariant: bool = False
+    emulate: bool = False
+    memory: str | None = None
+    backend_source: str = "argument"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in (None, *NUMERICS) or self.accumulate not in ACCUMULATES:
+            raise InputError(
+                "not an arithmetic mode",
+                got=f"numerics={self.numerics!r}, accumulate={self.accumulate!r}",
+                want=f"numerics in {NUMERICS}, accumulate in {ACCUMULATES}",
+            )
+        if self.memory not in (None, "load", "per_call"):
+            raise InputError(
+                "not a memory policy", got=repr(self.memory), want="'load', 'per_call' or None"
+            )
+
+    def with_environment(self, snapshot: env.Snapshot | None = None) -> Request:
+        """The request with what it leaves open filled in from the environment.
+
+        Raises:
+            EnvError: a variable cannot be read.
+        """
+        found = env.snapshot() if snapshot is None else snapshot
+        changes: dict[str, object] = {}
+        if self.backend is None and found["ANYFP8_BACKEND"]:
+            changes |= {"backend": found["ANYFP8_BACKEND"], "backend_source": "environment"}
+        if self.tune is None:
+            changes["tune"] = bool(found["ANYFP8_ENABLE_FP8_GEMM_CONFIG_TUNE"])
+        if self.force_weight_only is None:
+            changes["force_weight_only"] = bool(found["ANYFP8_FORCE_FP8_MARLIN"])
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend and configuration that serve a problem, and why.
+
+    Attributes:
+        backend: its name. config: of its `config_class`.
+        source: one of SOURCES.
+        reason: one sentence.
+        refused: (backend, clause) of each that was asked and said no.
+        accumulate, numerics: as resolved.
+        quantizes: whether the activations are quantized before the product.
+        provenance: of the table row: device, date, versions; "" without one.
+    """
+
+    backend: str
+    config: Config
+    source: str
+    reason: str
+    refused: tuple[tuple[str, str], ...]
+    accumulate: str
+    numerics: str
+    quantizes: bool
+    provenance: str = ""
+
+    def run(
+        self,
+        x: torch.Tensor | QTensor,
+        prepared: PreparedWeight,
+        problem: Problem,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply as chosen; x must be quantized exactly when `quantizes` says so."""
+        return self._object.run(x, prepared, problem, self.config, bias, out)
+
+    @property
+    def _object(self) -> Backend:
+        return gemm.backend(self.backend)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layer's choices for every M, and the one layout in which its weight is stored.
+
+    Attributes:
+        problem: with m = 1; `choice(m)` replaces m.
+        choices: (m, Choice) on the grid that it was made for, ascending.
+        layout: of the stored weight.
+        weight_backend: whose `prepare` makes that layout.
+    """
+
+    problem: Problem
+    choices: tuple[tuple[int, Choice], ...]
+    layout: str
+    weight_backend: str
+    decide: Callable[[int], Choice] = field(repr=False, compare=False)
+    _seen: dict[int, Choice] = field(default_factory=dict, repr=False, compare=False)
+
+    def choice(self, m: int) -> Choice:
+        """The choice for m rows: decided once per m, then a dictionary look-up."""
+        found = self._seen.get(m)
+        if found is None:
+            found = self._seen[m] = self.decide(m)
+        return found
+
+    def problem_at(self, m: int) -> Problem:
+        return replace(self.problem, m=m, accumulate=self.choice(m).accumulate)
+
+    def prepare(self, weight: QTensor) -> PreparedWeight:
+        """Store a canonical weight in the plan's layout."""
+        owner = gemm.backend(self.weight_backend)
+        if self.layout == "canonical":
+            return Backend.prepare(owner, weight, self.problem.scheme, self.problem.x_dtype)
+        return owner.prepare(weight, self.problem.scheme, self.problem.x_dtype)
+
+    def run(
+        self,
+        x: torch.Tensor | QTensor,
+        prepared: PreparedWeight,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply x [M, K]; quantized exactly when `choice(M).quantizes`."""
+        m = (x.data if isinstance(x, QTensor) else x).shape[0]
+        return self.choice(m).run(x, prepared, self.problem_at(m), bias, out)
+
+    def describe(self) -> str:
+        """One line per run of Ms with the same choice, for `explain` and logs."""
+        lines = []
+        start = 0
+        for i, (_, choice) in enumerate(self.choices):
+            last = i + 1 == len(self.choices)
+            if last or _same(choice, self.choices[i + 1][1]) is False:
+                low, high = self.choices[start][0], self.choices[i][0]
+                ms = f"M={low}" if low == high else f"M={low}-{high}"
+                config = " ".join(f"{k}={v}" for k, v in choice.config.to_dict().items())
+                lines.append(f"{ms}: {choice.backend} {config} ({choice.source}) {choice.reason}")
+                start = i + 1
+        return "\n".join(lines)
+
+
+def _same(a: Choice, b: Choice) -> bool:
+    return (a.backend, a.config, a.source) == (b.backend, b.config, b.source)
