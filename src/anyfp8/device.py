@@ -3,8 +3,8 @@
 Everybody asks here: backends for features and shared memory, the ranker for bandwidth and peaks,
 tables for the canonical name. Nothing is asked at import; `device_of` asks torch once per GPU.
 
-The surprise: a name is no architecture. "L20Y" is a Hopper, "B300" is not a B200's SM100. What a GPU
-can do is decided by capability alone; names only pick tuned tables and published figures.
+The surprise: a name is no architecture. "L20Y" is a Hopper, "B300" is not a B200's SM100. What a
+GPU can do is decided by capability alone; names only pick tuned tables and published figures.
 """
 
 from __future__ import annotations
@@ -364,8 +364,8 @@ def planning_device() -> Device:
 def sibling(device: Device, names: Iterable[str]) -> str | None:
     """The first of `names` whose tuned tables fit this device, itself excepted.
 
-    A sibling has the same architecture, SMs, shared memory, L2, bandwidth and peaks, as the A800 and
-    the A100 have; a figure that is unknown makes no sibling.
+    A sibling has the same architecture, SMs, shared memory, L2, bandwidth and peaks, as the A800
+    and the A100 have; a figure that is unknown makes no sibling.
     """
     mine = _likeness(device)
     if None in mine:

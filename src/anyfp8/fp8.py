@@ -1,10 +1,10 @@
 """q = encode(x), x = decode(q): the 8-bit formats, bit for bit, in plain PyTorch.
 
-Who uses which: NVIDIA from SM89, gfx950 and gfx12xx multiply e4m3fn; gfx942 multiplies e4m3fnuz; e5m2
-is the wide one. UE8M0 is a scale format: eight exponent bits, value 2^(code - 127), 255 is NaN.
+Who uses which: NVIDIA from SM89, gfx950 and gfx12xx multiply e4m3fn; gfx942 multiplies e4m3fnuz;
+e5m2 is the wide one. UE8M0 is a scale format: eight exponent bits, 2^(code - 127), 255 is NaN.
 
-The surprise: Triton's `float8e4b15`, all it offers below SM89, is *not* another name for e4m3fn. The
-same byte means 1/256 of the e4m3fn value, so kernels there must build e4m3fn bytes by integer
+The surprise: Triton's `float8e4b15`, all it offers below SM89, is *not* another name for e4m3fn.
+The same byte means 1/256 of the e4m3fn value, so kernels there must build e4m3fn bytes by integer
 arithmetic. `fp8_dtype_to_triton` answers with it, `encoding_for` says what a kernel does about it.
 """
 
@@ -88,8 +88,8 @@ def encode(x: torch.Tensor, fmt: Format = E4M3FN) -> torch.Tensor:
         x: [...] fp32, bf16 or fp16, any strides.
 
     Returns:
-        [...] uint8, contiguous. Values past the largest finite one and +-inf become +-max, every NaN
-        the format's canonical NaN byte, -0 keeps its sign where the format has one (OCP 8-bit
+        [...] uint8, contiguous. Values past the largest finite one and +-inf become +-max, every
+        NaN the format's canonical NaN byte, -0 keeps its sign where the format has one (OCP 8-bit
         floating point specification 1.0, saturating mode).
 
     Raises:
@@ -245,7 +245,8 @@ def use_fp8_e4b15_for_e4m3fn(
     if cuda_capability is None:
         if runtime() != "cuda":
             return False
-        cuda_capability = torch.cuda.get_device_capability(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        cuda_capability = (major, minor)
     return cuda_capability_uses_fp8_e4b15(cuda_capability)
 
 
@@ -314,16 +315,16 @@ def encoding_for(
 ) -> Encoding:
     """The encoding of a format on a CUDA capability; None is HIP, the CPU or anything else."""
     name = _TRITON_NAMES[fmt.name]
-    if cuda_capability is not None and fmt is E4M3FN:
-        if cuda_capability_uses_fp8_e4b15(cuda_capability):
-            name = "float8e4b15"
+    old = cuda_capability is not None and cuda_capability_uses_fp8_e4b15(cuda_capability)
+    if old and fmt is E4M3FN:
+        name = "float8e4b15"
     if interpreted:
         return Encoding("integer", name, "Triton's interpreter rounds FP8 casts wrongly")
     if cuda_capability is None:
         return Encoding("integer", name, "only CUDA's conversions are proven bit-exact")
     if fmt is E4M3FNUZ:
         return Encoding("integer", name, "CUDA GPUs have no e4m3fnuz conversion")
-    if tuple(cuda_capability) < (8, 9):
+    if old:
         return Encoding("integer", name, "there is no FP8 conversion below SM89")
     if tuple(cuda_capability) < (9, 0):
         return Encoding("ptx", name, "Triton 3.6 to 3.8 truncate to fp16 first on SM89")

@@ -1,8 +1,8 @@
-"""Question and data of one call: Scheme (how a layer is quantized), Problem (one call to place), QTensor.
+"""Scheme: how a layer is quantized. Problem: one call to place. QTensor: codes with their scales.
 
-A checkpoint gives a layer its Scheme; a call with M rows makes a Problem of it; `select` answers the
-Problem with a Choice. All are frozen, hashable and have one canonical string, which is also what
-tuned tables, logs and the torch op use.
+A checkpoint gives a layer its Scheme; a call with M rows makes a Problem of it; `select` answers
+the Problem with a Choice. Scheme and Problem are hashable and have one canonical string, which is
+also what tuned tables, logs and the torch op use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Scheme:
 
     Attributes:
         weight: one scale per "tensor", output "channel" (row of W) or "block".
-        activation: "none" (weight-only), one scale per "tensor", "token" (row of x) or "group" of K.
+        activation: "none" (weight-only), one scale per "tensor", "token" (row of x) or "group" of
+            K.
         dynamic: activation scales are computed at run time; False with "tensor" means a static
             `input_scale` from calibration. Always False with "none".
         block: (rows, columns) of one weight block, only with weight "block".
@@ -55,12 +56,7 @@ class Scheme:
             return "block=(rows, columns) with weight='block', and only there"
         if (self.activation == "group") != (self.group is not None):
             return "group=columns with activation='group', and only there"
-        if (
-            self.block is not None
-            and min(self.block) < 1
-            or self.group is not None
-            and self.group < 1
-        ):
+        if min(self.block or (1, 1)) < 1 or (self.group is not None and self.group < 1):
             return "positive block and group sizes"
         if self.activation in ("token", "group") and not self.dynamic:
             return "dynamic=True with per-token and per-group activations"
@@ -68,11 +64,13 @@ class Scheme:
             return "dynamic=False with weight-only"
         if self.scale_format not in ("float32", "ue8m0"):
             return "scale_format 'float32' or 'ue8m0'"
+        if self.scale_format == "ue8m0" and self.block is None and self.group is None:
+            return "scale_format 'ue8m0' with block or group scales, and only there"
         return ""
 
     @property
     def name(self) -> str:
-        """Canonical name, e.g. `w8a8-tensor-static`, `w8a8-block128x128-group128`, `w8a16-channel`."""
+        """Canonical name: `w8a8-tensor-static`, `w8a8-block128x128-group128`, `w8a16-channel`."""
         weight = self.weight if self.block is None else "block{}x{}".format(*self.block)
         suffix = "" if self.scale_format == "float32" else f"-{self.scale_format}"
         if self.activation == "none":
@@ -188,8 +186,14 @@ class Problem:
             op, scheme, shape, dtypes, bias, accumulate, numerics = key.split("|")
             m, n, k = (int(part) for part in shape.split("x"))
             x_dtype, out_dtype = dtypes.split(">")
+            if bias not in ("bias", "nobias"):
+                raise ValueError(bias)
         except ValueError as error:
-            raise InputError("not the key of a problem", got=repr(key)) from error
+            raise InputError(
+                "not the key of a problem",
+                got=repr(key),
+                want="such as gemm|w8a8-channel-token|16x4096x4096|bf16>bf16|nobias|fast|scheme",
+            ) from error
         return cls(
             op,
             Scheme.parse(scheme),
@@ -210,8 +214,8 @@ class QTensor:
 
     Attributes:
         data: [..., K] of the torch FP8 dtype (or uint8 where torch lacks it).
-        scale: fp32; [] (tensor), [..., 1] (token, channel), [..., ceil(K/g)] (group, any strides) or
-            [ceil(N/bn), ceil(K/bk)] (block); int32 with four UE8M0 exponents a word when `packed`.
+        scale: fp32; [] (tensor), [..., 1] (token, channel), [..., ceil(K/g)] (group, any strides)
+            or [ceil(N/bn), ceil(K/bk)] (block); int32 of four UE8M0 exponents when `packed`.
         block: (1, g) for groups, (bn, bk) for blocks, None when a scale covers whole rows or all.
         fmt: format of `data`.
         packed: whether `scale` holds packed UE8M0 exponents.

@@ -2,8 +2,8 @@
 
 Every kernel matches these functions bit for bit (data, scale, shape, stride). One definition of the
 scale serves all granularities: scale = max(amax, 1e-10) / 448 in fp32, inv = 1 / scale correctly
-rounded, q = encode(x · inv); amax is taken over finite values only, so that an inf saturates and a NaN
-stays a NaN without touching its neighbours.
+rounded, q = encode(x · inv). The surprise: amax is taken over finite values only, so that an inf
+saturates and a NaN stays a NaN without touching its neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyfp8.problem import QTensor, Scheme
 
 
 def finite_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Largest finite magnitude along `dim` (kept), fp32; 0 where nothing is finite or nothing is."""
+    """Largest finite magnitude along `dim` (kept), fp32; 0 where no element is finite."""
     magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
     if dim is None:
         return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
@@ -24,7 +24,7 @@ def finite_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> to
 
 
 def scale_of(amax: torch.Tensor, fmt: fp8.Format = fp8.E4M3FN, ue8m0: bool = False) -> torch.Tensor:
-    """scale = max(amax, 1e-10) / max of the format, fp32; rounded up to a power of two for UE8M0."""
+    """max(amax, 1e-10) / max of the format, fp32; rounded up to a power of two for UE8M0."""
     # a tensor divisor: torch may turn a scalar one into a multiplication by its reciprocal
     largest = torch.tensor(fmt.max, dtype=torch.float32, device=amax.device)
     scale = amax.float().clamp(min=fp8.AMAX_FLOOR) / largest
@@ -51,14 +51,13 @@ def quantize_per_tensor(
     Args:
         scale: a static fp32 scale with one element; None computes it from x.
     """
-    if scale is None:
-        scale = scale_of(finite_amax(x), fmt)
-    scale = scale.float().reshape(())
+    one = scale_of(finite_amax(x), fmt) if scale is None else scale
+    scale = one.float().reshape(())
     return QTensor(quantize_with(x, scale, fmt), scale, fmt=fmt)
 
 
 def quantize_per_token(x: torch.Tensor, fmt: fp8.Format = fp8.E4M3FN) -> QTensor:
-    """One scale per row: [..., K] -> data [..., K], scale [..., 1]. Serves channels of weights too."""
+    """One scale per row (a token, or a weight's channel): [..., K] -> [..., K], scale [..., 1]."""
     scale = scale_of(finite_amax(x, -1), fmt)
     return QTensor(quantize_with(x, scale, fmt), scale, fmt=fmt)
 
