@@ -1,0 +1,7 @@
+"""x → y: the layer that holds FP8 weights, and how a model's linears become such layers."""
+
+from anyfp8.linear.convert import ConvertReport, convert
+from anyfp8.linear.dispatch import linear
+from anyfp8.linear.layer import Fp8Linear
+
+__all__ = ["ConvertReport", "Fp8Linear", "convert", "linear"]
