@@ -1,0 +1,353 @@
+"""The safetensors files of a folder: which tensors there are and where their bytes lie.
+
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, data_offsets)
+and the data. Everything a plan needs is in the headers, so a 70B model is listed in milliseconds;
+a tensor's bytes are read when it is asked for, into memory of its own, and nothing else is.
+
+The surprise: real folders are broken more often than not (a cut download, a shard that never came,
+a git-lfs pointer instead of the file), and the header shows it. All of that is checked here, before
+anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyfp8.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+# the limit that the safetensors library itself keeps
+MAX_HEADER_BYTES = 100_000_000
+
+# safetensors name -> (torch name, bytes); torch versions differ in which of them they have
+_DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor by name, safetensors dtype (such as "BF16") and shape, without its data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorSpec):
+    """A tensor in a file.
+
+    Attributes:
+        file: the file it lies in.
+        start: offset of its first byte in the file.
+        size: its bytes.
+    """
+
+    file: Path = field(default=Path())
+    start: int = 0
+    size: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of a safetensors dtype."""
+    return math.prod(shape) * _DTYPES[dtype][1]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype. Raises CheckpointError where there is none."""
+    for name, (torch_name, _) in _DTYPES.items():
+        if getattr(torch, torch_name, None) == dtype:
+            return name
+    raise CheckpointError("cannot store this dtype in safetensors", got=str(dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name; uint8 for 8-bit floats that this torch lacks."""
+    torch_name, size = _DTYPES[name]
+    found = getattr(torch, torch_name, None)
+    if found is None and size == 1:
+        return torch.uint8
+    if found is None:
+        raise CheckpointError(
+            f"this torch has no dtype for safetensors {name}",
+            got=f"torch {torch.__version__}",
+            want="torch >= 2.10",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """All tensors of a folder (or of one file), in shard order.
+
+    Attributes:
+        path: the folder or file.
+        tensors: name -> where it is, in the order of the shards and of their data.
+        warnings: what is odd but harmless.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    warnings: tuple[str, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in memory of its own, contiguous, on the CPU.
+
+        Raises:
+            CheckpointError: no such tensor, a dtype that torch lacks, or a file cut meanwhile.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(
+                f"no tensor {name} in the checkpoint", got=f"{len(self.tensors)} other tensors"
+            )
+        if stored.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"cannot read {name} of {stored.file.name}",
+                got=f"dtype {stored.dtype}",
+                want=", ".join(_DTYPES),
+            )
+        dtype = torch_dtype(stored.dtype)
+        out = torch.empty(stored.size, dtype=torch.uint8)
+        if stored.size:
+            with stored.file.open("rb", buffering=0) as handle:
+                handle.seek(stored.start)
+                _read_into(handle, memoryview(out.numpy()), stored)
+        return out.view(dtype).reshape(stored.shape)
+
+
+def _read_into(handle: Any, buffer: memoryview, stored: StoredTensor) -> None:
+    done = 0
+    # one read returns at most 2 GiB on Linux
+    while done < len(buffer):
+        count = handle.readinto(buffer[done:])
+        if not count:
+            raise CheckpointError(
+                f"cannot read {stored.name} of {stored.file.name}",
+                got=f"end of file after {done} of {stored.size} bytes",
+                want="the file as it was when its header was read",
+                hint="is something still writing it?",
+            )
+        done += count
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError naming file and position."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"cannot read {path.name}", got=str(error), want="a JSON object", hint=_lfs_hint(path)
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"cannot read {path.name}", got=type(content).__name__, want="a JSON object"
+        )
+    return content
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, in the order of their data.
+
+    Raises:
+        CheckpointError: not a safetensors file, or one that is cut or inconsistent.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as handle:
+        head = handle.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path.name} is not a whole safetensors file",
+                got=f"{size} bytes, of which the header alone wants {length}",
+                want="an 8-byte header length, the header and the data",
+                hint=_lfs_hint(path) or "copy or download it again",
+            )
+        raw = handle.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        found = [
+            StoredTensor(name, e["dtype"], tuple(e["shape"]), path, 8 + length + begin, end - begin)
+            for name, e in header.items()
+            for begin, end in [e["data_offsets"]]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path.name} has a broken safetensors header",
+            got=f"{type(error).__name__}: {error}",
+            want="name -> dtype, shape, data_offsets",
+            hint="copy or download it again",
+        ) from error
+    found.sort(key=lambda stored: (stored.start, stored.size))
+    _check_layout(path, found, 8 + length, size)
+    return {stored.name: stored for stored in found}
+
+
+def _check_layout(path: Path, found: list[StoredTensor], start: int, size: int) -> None:
+    expected = start
+    for stored in found:
+        known = stored.dtype in _DTYPES
+        fits = not known or nbytes_of(stored.dtype, stored.shape) == stored.size
+        if stored.start != expected or not fits:
+            raise CheckpointError(
+                f"{path.name}: the header is inconsistent at tensor {stored.name}",
+                got=f"{stored.dtype} {list(stored.shape)} in {stored.size} bytes at {stored.start}",
+                want=f"tensors that follow each other, this one at byte {expected}",
+                hint="copy or download it again",
+            )
+        expected += stored.size
+    if expected != size:
+        last = next((s.name for s in found if s.start + s.size > size), "")
+        raise CheckpointError(
+            f"{path.name} is {'truncated' if size < expected else 'too long'}",
+            got=f"{size} bytes" + (f", ends inside {last}" if last else ""),
+            want=f"{expected} bytes",
+            hint="copy or download it again",
+        )
+
+
+def list_tensors(path: Path) -> TensorFiles:
+    """The tensors of a folder: its index, its single file or its shards.
+
+    Args:
+        path: a folder, or one safetensors file.
+
+    Raises:
+        CheckpointError: no safetensors there, a shard is absent or cut, two files hold one name, or
+            the index and the files disagree.
+    """
+    if path.is_file():
+        return TensorFiles(path, read_header(path))
+    index = path / INDEX
+    if index.is_file():
+        return _from_index(path, index)
+    files = sorted(path.glob("*.safetensors"))
+    if path / "model.safetensors" in files:
+        extra = [f.name for f in files if f.name != "model.safetensors"]
+        warnings = (f"not read: {', '.join(extra)}",) if extra else ()
+        return TensorFiles(path, read_header(path / "model.safetensors"), warnings)
+    if not files:
+        raise CheckpointError(
+            f"no weights in {path.name}",
+            got=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty folder",
+            want="model.safetensors, or shards with their index",
+            hint="PyTorch .bin files: save them as safetensors first",
+        )
+    _check_shard_names(files)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, stored in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"two files hold the tensor {name}",
+                    got=f"{tensors[name].file.name} and {file.name}, and no {INDEX}",
+                    want="one of them",
+                )
+            tensors[name] = stored
+    return TensorFiles(path, tensors)
+
+
+def _check_shard_names(files: list[Path]) -> None:
+    present = {f.name for f in files}
+    for file in files:
+        match = re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)", file.name)
+        if not match:
+            continue
+        head, number, of, total, tail = match.groups()
+        for i in range(1, int(total) + 1):
+            wanted = f"{head}{i:0{len(number)}d}{of}{total}{tail}"
+            if wanted not in present:
+                raise CheckpointError(
+                    f"the shard {wanted} is absent",
+                    got=f"{len(files)} files, and no {INDEX}",
+                    want=f"all {int(total)} shards",
+                    hint="copy or download the missing ones",
+                )
+
+
+def _from_index(path: Path, index: Path) -> TensorFiles:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(
+            f"{INDEX} has no weight_map", got=repr(weight_map)[:80], want="tensor name -> file name"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    unlisted: list[str] = []
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            lost = [name for name, file in weight_map.items() if file == shard]
+            raise CheckpointError(
+                f"the shard {shard} is absent",
+                got=f"{INDEX} puts {len(lost)} tensors there, such as {lost[0]}",
+                want=f"{path.name}/{shard}",
+                hint="copy or download the missing shard",
+            )
+        for name, stored in read_header(path / shard).items():
+            if name not in weight_map:
+                unlisted.append(name)
+            elif weight_map[name] != shard:
+                continue
+            tensors[name] = stored
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"the tensor {name} is not in its shard",
+                got=f"{shard} without it",
+                want=f"what {INDEX} says",
+                hint="index and shards come from different saves: copy both again",
+            )
+    warnings = []
+    if unlisted:
+        warnings.append(f"{len(unlisted)} tensors are in no index, such as {unlisted[0]}")
+    extra = sorted({f.name for f in path.glob("*.safetensors")} - set(weight_map.values()))
+    if extra:
+        warnings.append(f"not read, the index does not name them: {', '.join(extra)}")
+    return TensorFiles(path, tensors, tuple(warnings))
+
+
+def _lfs_hint(path: Path) -> str:
+    try:
+        with path.open("rb") as handle:
+            pointer = handle.read(24).startswith(b"version https://git-lfs")
+    except OSError:
+        return ""
+    return "this is a git-lfs pointer, not the file: git lfs pull" if pointer else ""
