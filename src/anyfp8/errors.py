@@ -33,12 +33,8 @@ class AnyFp8Error(Exception):
         return "\n".join(parts)
 
     def __reduce__(self):
-        parts = {"got": self.got, "want": self.want, "hint": self.hint}
-        return (_rebuild, (type(self), self.what, parts))
-
-
-def _rebuild(cls: type[AnyFp8Error], what: str, parts: dict[str, str]) -> AnyFp8Error:
-    return cls(what, **parts)
+        # the default would call the class with `args` alone and lose what subclasses keep
+        return (type(self), (self.what,), dict(vars(self)))
 
 
 class InputError(AnyFp8Error, ValueError):

@@ -111,7 +111,10 @@ class Scheme:
     @property
     def weight_only(self) -> Scheme:
         """The same weights without activation quantization."""
-        return replace(self, activation="none", dynamic=False, group=None)
+        scale_format = self.scale_format if self.block else "float32"
+        return replace(
+            self, activation="none", dynamic=False, group=None, scale_format=scale_format
+        )
 
     def weight_scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """Shape of the canonical fp32 weight scale: [], [N, 1] or [ceil(N/bn), ceil(K/bk)]."""
