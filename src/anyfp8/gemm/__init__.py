@@ -12,12 +12,17 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from anyfp8.errors import InputError
-from anyfp8.gemm import dequant
+from anyfp8.gemm import dequant, torch_scaled_mm, triton_block, triton_row
 from anyfp8.gemm.base import Backend
 
 log = logging.getLogger(__name__)
 
-BACKENDS: tuple[Backend, ...] = (dequant.BACKEND,)
+BACKENDS: tuple[Backend, ...] = (
+    torch_scaled_mm.BACKEND,
+    triton_row.BACKEND,
+    triton_block.BACKEND,
+    dequant.BACKEND,
+)
 
 
 @cache

@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from anyfp8 import gemm
+from anyfp8.device import current_device
 from anyfp8.errors import NoBackend
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.gemm.dequant import DequantConfig
@@ -161,6 +164,7 @@ def plan(
     The environment is read here. See `select` for the order of precedence and the errors.
     """
     request = (request or Request()).with_environment()
+    probe = probe or _probe_of(device)
     base = Problem("linear", scheme, 1, n, k, x_dtype, out_dtype, bias)
     first = select(base, device, request, tables, probe=probe)
     owner = gemm.backend(first.backend)
@@ -169,6 +173,17 @@ def plan(
     choices = tuple((m, decide(m)) for m in sorted(ms))
     resolved = replace(base, accumulate=first.accumulate, numerics=first.numerics)
     return Plan(resolved, choices, layout, owner.name, decide, dict(choices))
+
+
+def _probe_of(device: Device) -> Probe | None:
+    """Backends are tried on the GPU at hand; for another one the facts are all there is."""
+    if not torch.cuda.is_available() or current_device() != device:
+        return None
+    return partial(_probed, device)
+
+
+def _probed(device: Device, backend: Backend, problem: Problem) -> str | None:
+    return backend.probe(problem, device)
 
 
 def _decide(

@@ -1,0 +1,53 @@
+"""Pieces that the GEMM kernels share: FP8 codes as operands of a dot, and the order of tiles.
+
+OPERAND says how codes reach the dot: "fp8e4nv" and "fp8e4b8" read them as that type, "arithmetic"
+decodes them to fp32 by integer operations (Triton's interpreter converts FP8 wrongly). Codes are
+e4m3fn always: "fp8e4b8" gives a quarter of the product, because a byte means half there.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP_M row tiles share their columns in L2."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = pid // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    size = min(tiles_m - first, GROUP_M)
+    within = pid % (GROUP_M * tiles_n)
+    return first + within % size, within // size
+
+
+@triton.jit
+def code_pointer(pointer, OPERAND: tl.constexpr):
+    """The uint8 pointer as the type that loads should have.
+
+    Casting the pointer, not what was loaded, keeps the pipelined copy straight to the dot.
+    """
+    if OPERAND == "fp8e4nv":
+        return pointer.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    else:
+        return pointer
+
+
+@triton.jit
+def operand(codes, OPERAND: tl.constexpr):
+    """Loaded codes as the dot takes them."""
+    if OPERAND == "fp8e4nv":
+        return codes
+    elif OPERAND == "fp8e4b8":
+        # -0 is NaN there
+        return tl.where(codes == 0x80, 0, codes).to(tl.uint8).to(tl.float8e4b8, bitcast=True)
+    else:
+        return decode_to_fp32(codes)
+
+
+@triton.jit
+def decode_to_fp32(codes):
+    """Exact value of finite e4m3fn codes: the bits are an fp32 that is 2^120 too small."""
+    wide = codes.to(tl.int32)
+    bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
