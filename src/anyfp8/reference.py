@@ -23,11 +23,16 @@ def finite_amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> to
     return magnitude.amax(dim, keepdim=True)
 
 
-def scale_of(amax: torch.Tensor, fmt: fp8.Format = fp8.E4M3FN, ue8m0: bool = False) -> torch.Tensor:
-    """max(amax, 1e-10) / max of the format, fp32; rounded up to a power of two for UE8M0."""
+def scale_of(
+    amax: torch.Tensor,
+    fmt: fp8.Format = fp8.E4M3FN,
+    ue8m0: bool = False,
+    eps: float = fp8.AMAX_FLOOR,
+) -> torch.Tensor:
+    """max(amax, eps) / max of the format, fp32; rounded up to a power of two for UE8M0."""
     # a tensor divisor: torch may turn a scalar one into a multiplication by its reciprocal
     largest = torch.tensor(fmt.max, dtype=torch.float32, device=amax.device)
-    scale = amax.float().clamp(min=fp8.AMAX_FLOOR) / largest
+    scale = amax.float().clamp(min=eps) / largest
     return fp8.decode_ue8m0(fp8.encode_ue8m0(scale)) if ue8m0 else scale
 
 
@@ -44,32 +49,41 @@ def quantize_with(
 
 
 def quantize_per_tensor(
-    x: torch.Tensor, scale: torch.Tensor | None = None, fmt: fp8.Format = fp8.E4M3FN
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    fmt: fp8.Format = fp8.E4M3FN,
+    eps: float = fp8.AMAX_FLOOR,
 ) -> QTensor:
     """One scale for all of x: [...] -> data [...], scale [].
 
     Args:
         scale: a static fp32 scale with one element; None computes it from x.
     """
-    one = scale_of(finite_amax(x), fmt) if scale is None else scale
+    one = scale_of(finite_amax(x), fmt, eps=eps) if scale is None else scale
     scale = one.float().reshape(())
     return QTensor(quantize_with(x, scale, fmt), scale, fmt=fmt)
 
 
-def quantize_per_token(x: torch.Tensor, fmt: fp8.Format = fp8.E4M3FN) -> QTensor:
+def quantize_per_token(
+    x: torch.Tensor, fmt: fp8.Format = fp8.E4M3FN, eps: float = fp8.AMAX_FLOOR
+) -> QTensor:
     """One scale per row (a token, or a weight's channel): [..., K] -> [..., K], scale [..., 1]."""
-    scale = scale_of(finite_amax(x, -1), fmt)
+    scale = scale_of(finite_amax(x, -1), fmt, eps=eps)
     return QTensor(quantize_with(x, scale, fmt), scale, fmt=fmt)
 
 
 def quantize_per_group(
-    x: torch.Tensor, group: int, ue8m0: bool = False, fmt: fp8.Format = fp8.E4M3FN
+    x: torch.Tensor,
+    group: int,
+    ue8m0: bool = False,
+    fmt: fp8.Format = fp8.E4M3FN,
+    eps: float = fp8.AMAX_FLOOR,
 ) -> QTensor:
     """One scale per `group` columns of a row: [..., K] -> scale [..., ceil(K / group)], row-major.
 
     The last group is shorter when `group` does not divide K.
     """
-    return _quantize_blocks(x, (1, group), ue8m0, fmt)
+    return _quantize_blocks(x, (1, group), ue8m0, fmt, eps)
 
 
 def quantize_block(
@@ -86,7 +100,11 @@ def quantize_block(
 
 
 def _quantize_blocks(
-    x: torch.Tensor, block: tuple[int, int], ue8m0: bool, fmt: fp8.Format
+    x: torch.Tensor,
+    block: tuple[int, int],
+    ue8m0: bool,
+    fmt: fp8.Format,
+    eps: float = fp8.AMAX_FLOOR,
 ) -> QTensor:
     rows, columns = x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
     bn, bk = block
@@ -95,11 +113,11 @@ def _quantize_blocks(
     )
     if bn == 1:
         tiles = padded.unflatten(-1, (-1, bk))
-        scale = scale_of(finite_amax(tiles, -1), fmt, ue8m0)
+        scale = scale_of(finite_amax(tiles, -1), fmt, ue8m0, eps)
         scale = scale.squeeze(-1)
     else:
         tiles = padded.unflatten(-1, (-1, bk)).unflatten(-3, (-1, bn))
-        scale = scale_of(finite_amax(tiles, (-3, -1)), fmt, ue8m0)
+        scale = scale_of(finite_amax(tiles, (-3, -1)), fmt, ue8m0, eps)
         scale = scale.squeeze((-3, -1))
     data = quantize_with(x, expand_scale(scale, block, x.shape), fmt)
     return QTensor(data, scale, block, fmt)
@@ -113,6 +131,64 @@ def expand_scale(
     if block[0] > 1:
         full = full.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
     return full
+
+
+# how the scales of groups lie in memory: row-major, transposed, transposed with rows padded to a
+# multiple of 4 (16 bytes, what TMA loads), or four UE8M0 exponents to an int32 stored like that
+SCALE_LAYOUTS = ("row", "column", "tma", "packed")
+
+
+def empty_scale(
+    rows: torch.Size | tuple[int, ...], n_groups: int, layout: str, device: torch.device | str
+) -> torch.Tensor:
+    """An unwritten [*rows, n_groups] fp32 scale in a layout; int32 [*rows, ceil(n/4)] if packed."""
+    dtype = torch.int32 if layout == "packed" else torch.float32
+    words = -(-n_groups // 4) if layout == "packed" else n_groups
+    if layout == "row" or not len(rows):
+        return torch.empty((*rows, words), dtype=dtype, device=device)
+    *batch, m = rows
+    padded = m if layout == "column" else -(-m // 4) * 4
+    return torch.empty((*batch, words, padded), dtype=dtype, device=device).mT[..., :m, :]
+
+
+def arrange_scale(scale: torch.Tensor, layout: str) -> torch.Tensor:
+    """Group scales [..., M, groups] in another layout; "packed" ones must be powers of two."""
+    arranged = empty_scale(scale.shape[:-1], scale.shape[-1], layout, scale.device)
+    return arranged.copy_(pack_ue8m0(scale) if layout == "packed" else scale)
+
+
+def pack_ue8m0(scale: torch.Tensor) -> torch.Tensor:
+    """[..., groups] fp32 powers of two -> [..., ceil(groups/4)] int32: group 4i + j in byte j."""
+    codes = fp8.encode_ue8m0(scale)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4))
+    return codes.contiguous().view(torch.int32)
+
+
+def unpack_ue8m0(packed: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """[..., ceil(n/4)] int32 -> [..., n_groups] fp32, row-major."""
+    codes = packed.contiguous().view(torch.uint8)[..., :n_groups]
+    return fp8.decode_ue8m0(codes.contiguous())
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2K] -> silu(x[..., :K]) · x[..., K:], in fp32, rounded to x's dtype after each step.
+
+    The order of SGLang's fused group quantizer: what the two unfused operations would give.
+    """
+    gate, up = x.chunk(2, -1)
+    act = (gate.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
+    return (act.float() * up.float()).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight along the last dimension, fp32, rounded once to x's dtype."""
+    f = x.float()
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def nan_to_zero(x: torch.Tensor) -> torch.Tensor:
+    """x with every NaN replaced by 0."""
+    return torch.where(x.isnan(), torch.zeros((), dtype=x.dtype, device=x.device), x)
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,262 @@
+"""q[r, gG:(g+1)G] = encode(x[r, gG:(g+1)G] / s[r, g]): one scale per G columns of a row.
+
+Who uses it: DeepSeek-style block checkpoints (G = 128), MX formats (G = 32, powers of two). The
+surprise is the scales' layout, which each GEMM wants its own way; `LAYOUTS` lists them and the
+kernel writes each directly. The padding rows of the aligned layouts hold anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anyfp8 import fp8, reference
+from anyfp8.errors import InputError
+from anyfp8.problem import QTensor
+from anyfp8.quantize.launch import Launch, Target, target_of
+from anyfp8.quantize.per_token import halved
+from anyfp8.quantize.rows import (
+    Rows,
+    check_floor,
+    check_input,
+    check_out,
+    data_dtype,
+    each_fold,
+    next_power_of_2,
+)
+
+WHAT = "quantize per token group"
+LAYOUTS = reference.SCALE_LAYOUTS
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """The tile of a program: `rows` rows of `groups` groups, `num_warps`."""
+
+    rows: int
+    groups: int
+    num_warps: int
+
+
+def group_config(m: int, n_groups: int, group: int, rows_fastest: bool = False) -> GroupConfig:
+    """16 values a thread in many small programs with few rows, 4,096 values a program with many."""
+    block = next_power_of_2(group)
+    values = 1024 if m <= 64 else 4096
+    items = max(1, values // block)
+    across = min(items, next_power_of_2(n_groups))
+    if rows_fastest and m > 64:
+        # scale stores of a warp are neighbours where several rows share a program
+        across = max(1, min(across, items // 8))
+    rows = max(1, min(items // across, next_power_of_2(m)))
+    return GroupConfig(rows, across, max(1, min(8, rows * across * block // 1024)))
+
+
+def per_group(
+    x: torch.Tensor,
+    group: int = 128,
+    *,
+    layout: str = "row",
+    ue8m0: bool = False,
+    fmt: fp8.Format = fp8.E4M3FN,
+    eps: float = fp8.AMAX_FLOOR,
+    counts: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    nan_to_zero: bool = False,
+    pdl: bool = False,
+    config: GroupConfig | None = None,
+) -> QTensor:
+    """Quantize with one scale per `group` columns of a row.
+
+    On a GPU by the Triton kernel, whatever the row strides; on CPU tensors by `reference` (the same
+    bytes), unless Triton's interpreter is active. Only an x whose last stride is not 1 is copied.
+
+    Args:
+        x: [..., M, K] bf16, fp16 or fp32; [..., M, 2K] with `silu_mul`; [experts, tokens, K] with
+            `counts`.
+        group: columns a scale covers; the last group of a row is shorter where it does not divide
+            K,
+            which the layouts "tma" and "packed" do not allow.
+        layout: of the scale [..., M, K/group]: "row" (row-major), "column" (transposed storage),
+            "tma" (transposed, rows padded to a multiple of 4) or "packed" (UE8M0 exponents, four
+            groups to an int32, stored as "tma").
+        ue8m0: round scales up to powers of two, and quantize with the rounded ones; implied by
+            "packed".
+        counts: [experts] int32, valid rows of each expert; other rows are left unwritten.
+        out, out_scale: as returned, with any strides that write no element twice; data's last is 1.
+        fmt, eps, silu_mul, nan_to_zero, pdl: as in `per_token`.
+
+    Returns:
+        QTensor with data [..., M, K] and the scale as `layout` says, fp32 (int32 for "packed").
+
+    Raises:
+        InputError: dtype, K = 0, an unknown layout, a group the layout does not allow, an `out` or
+            `counts` that does not fit, eps out of range.
+    """
+    x = check_input(WHAT, x)
+    check_floor(WHAT, eps)
+    k = halved(WHAT, x.shape[-1]) if silu_mul else x.shape[-1]
+    _check_group(group, k, layout)
+    if counts is not None:
+        _check_counts(counts, x)
+    packed = layout == "packed"
+    shape = (*x.shape[:-1], k)
+    n_groups = -(-k // group)
+    data = torch.empty(shape, dtype=data_dtype(fmt), device=x.device) if out is None else out
+    scale = reference.empty_scale(x.shape[:-1], n_groups, layout, x.device)
+    if out is not None:
+        check_out(WHAT, "out", out, shape, (data_dtype(fmt), torch.uint8), x.device, True)
+    if out_scale is not None:
+        check_out(WHAT, "out_scale", out_scale, scale.shape, (scale.dtype,), x.device)
+        scale = out_scale
+    result = QTensor(data, scale, (1, group), fmt, packed)
+    target = target_of(x.device)
+    if target is None:
+        values = reference.silu_mul(x) if silu_mul else x
+        values = reference.nan_to_zero(values) if nan_to_zero else values
+        q = reference.quantize_per_group(values, group, ue8m0 or packed, fmt, eps)
+        filled = reference.arrange_scale(q.scale, layout)
+        if counts is None:
+            result.codes.copy_(q.codes)
+            scale.copy_(filled)
+        else:
+            for expert, count in enumerate(counts.tolist()):
+                result.codes[expert, :count] = q.codes[expert, :count]
+                scale[expert, :count] = filled[expert, :count]
+        return result
+    launch_groups(
+        target,
+        x,
+        result,
+        ue8m0=ue8m0 or packed,
+        counts=counts,
+        counts_mode="none" if counts is None else "read",
+        eps=eps,
+        silu_mul=silu_mul,
+        nan_to_zero=nan_to_zero,
+        pdl=pdl,
+        config=config,
+    )
+    return result
+
+
+def launch_groups(
+    target: Target,
+    x: torch.Tensor,
+    result: QTensor,
+    *,
+    ue8m0: bool,
+    counts: torch.Tensor | None,
+    counts_mode: str,
+    eps: float,
+    silu_mul: bool,
+    nan_to_zero: bool,
+    pdl: bool,
+    config: GroupConfig | None,
+) -> None:
+    """Start the group kernel on checked tensors; `counts_mode` is "none", "read" or "write"."""
+    from anyfp8.kernels.quantize_group import quantize_group_kernel
+
+    assert result.block is not None
+    group, k = result.block[1], result.data.shape[-1]
+    n_groups = -(-k // group)
+    scale = result.scale
+    # bytes of the packed words, so that a program writes its own groups only
+    stored = as_bytes(scale) if result.packed else scale
+    leading = x.ndim - 1
+
+    def start(rows: Rows, tensors: list[torch.Tensor]) -> None:
+        (x_outer, x_inner), (q_outer, q_inner), (s_outer, s_inner) = rows.strides
+        s_group = tensors[2].stride(-2 if result.packed else -1)
+        rows_fastest = s_inner < s_group
+        c = config or group_config(rows.outer * rows.inner, n_groups, group, rows_fastest)
+        arguments = {
+            "x_ptr": tensors[0],
+            "q_ptr": tensors[1],
+            "s_ptr": tensors[2],
+            "counts_ptr": counts,
+            "M": rows.inner,
+            "K": k,
+            "N_GROUPS": n_groups,
+            "x_outer": x_outer,
+            "x_inner": x_inner,
+            "q_outer": q_outer,
+            "q_inner": q_inner,
+            "s_outer": s_outer,
+            "s_inner": s_inner,
+            "s_group": s_group,
+            "floor": float(eps),
+        }
+        constants = dict(
+            **target.numerics(result.fmt),
+            G=group,
+            BLOCK_G=next_power_of_2(group),
+            ROWS=c.rows,
+            GROUPS=c.groups,
+            ROWS_FASTEST=rows_fastest,
+            UE8M0=ue8m0,
+            PACKED=result.packed,
+            COUNTS=counts_mode,
+            SILU_MUL=silu_mul,
+            NAN_TO_ZERO=nan_to_zero,
+            PDL=pdl and target.has_pdl,
+        )
+        written = -(-n_groups // 4) * 4 if result.packed else n_groups
+        grid = (-(-rows.inner // c.rows) * -(-written // c.groups), rows.outer)
+        use_pdl = constants["PDL"]
+        launch = Launch(quantize_group_kernel, grid, arguments, constants, c.num_warps, use_pdl)
+        target.run(launch)
+
+    tensors = [x, result.codes, stored]
+    if counts is None:
+        each_fold(tensors, leading, start)
+    elif x.shape[0] and x.shape[1]:
+        # the experts must stay the outer level, however evenly the rows lie
+        strides = tuple((t.stride(0), t.stride(1)) for t in tensors)
+        start(Rows(x.shape[0], x.shape[1], strides), tensors)
+
+
+def as_bytes(words: torch.Tensor) -> torch.Tensor:
+    """[..., W] int32 -> [..., W, 4] uint8 of the same storage, whatever the strides."""
+    flat = torch.empty(0, dtype=torch.uint8, device=words.device).set_(words.untyped_storage())
+    return flat.as_strided(
+        (*words.shape, 4), (*(4 * s for s in words.stride()), 1), words.storage_offset() * 4
+    )
+
+
+def _check_group(group: int, k: int, layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise InputError("not a layout of group scales", got=repr(layout), want=", ".join(LAYOUTS))
+    if not 1 <= group <= 8192:
+        raise InputError(
+            f"cannot {WHAT}",
+            got=f"group={group}",
+            want="1 to 8192 columns; 16, 32, 64, 128 and 256 are the usual ones",
+            hint="one scale for a whole row is quantize.per_token",
+        )
+    if layout in ("tma", "packed") and k % group:
+        raise InputError(
+            f"cannot {WHAT} into the layout {layout!r}",
+            got=f"K={k}, group={group}",
+            want="a group that divides K: the GEMMs that read this layout take whole groups",
+            hint="layout='row' or 'column' allows a shorter last group",
+        )
+
+
+def _check_counts(counts: torch.Tensor, x: torch.Tensor) -> None:
+    want = (x.shape[0],) if x.ndim == 3 else None
+    if counts.dtype != torch.int32 or tuple(counts.shape) != want or counts.device != x.device:
+        raise InputError(
+            f"cannot {WHAT} with counts",
+            got=f"counts of shape {tuple(counts.shape)}, {counts.dtype}, on {counts.device}; "
+            f"x of shape {tuple(x.shape)}",
+            want=f"x [experts, tokens, K] and counts [experts] torch.int32 on {x.device}",
+        )
+    if not counts.is_contiguous() or x.shape[0] > 65535:
+        raise InputError(
+            f"cannot {WHAT} with counts",
+            got=f"counts of stride {counts.stride()}, {x.shape[0]} experts",
+            want="contiguous counts of at most 65535 experts",
+        )

@@ -1,0 +1,282 @@
+"""Named inputs for the quantizers with what the reference makes of them: one list, run everywhere.
+
+The same cases run in Triton's interpreter, natively on a GPU, as another architecture's PTX, and
+(for their launches alone) through the compile matrix. Expected values always come from `reference`
+on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from anyfp8 import fp8, quantize, reference, testing
+from anyfp8.problem import QTensor
+
+COLUMNS = (16, 100, 576, 4096, 12288, 28672)
+ROWS = (0, 1, 3, 17, 257)
+MANY_ROWS = 4096
+GROUPS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input and the two ways to quantize it.
+
+    Attributes:
+        name: an id such as "token-m17-k576-bf16".
+        x: makes the input, on the CPU.
+        kernel: quantizes it where it lies.
+        reference: quantizes it with plain PyTorch, on the CPU.
+        slow: takes the interpreter more than a second or two.
+    """
+
+    name: str
+    x: Callable[[], torch.Tensor]
+    kernel: Callable[[torch.Tensor], QTensor]
+    reference: Callable[[torch.Tensor], QTensor]
+    slow: bool = False
+
+
+def move(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """x on another device with the same strides, padding included."""
+    flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return flat.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def odd_rows(dtype: torch.dtype, k: int = 256) -> torch.Tensor:
+    """Rows that break quantizers: zeros, infinities, NaN, subnormals, one giant, one tiny value."""
+    x = testing.random_rows(16, k, dtype)
+    huge = torch.finfo(dtype).max
+    x[0] = 0
+    x[1, :4] = torch.tensor([1.0, 2.0, float("inf"), 4.0])
+    x[2, :4] = torch.tensor([1.0, 2.0, float("nan"), 4.0])
+    x[3, :4] = torch.tensor([1.0, 2.0, float("-inf"), float("nan")])
+    x[4] = float("inf")
+    x[5] = float("nan")
+    x[6] = 1e-38
+    x[7] = 9.2e-41
+    x[8] = 1e-12
+    x[9] = 1.0
+    x[9, 7] = 1e-38
+    x[10] = huge
+    x[11] = -0.0
+    x[12, 1:] = 0
+    x[13] = torch.finfo(dtype).tiny
+    x[14, 5] = huge
+    return x
+
+
+def cases() -> Iterator[Case]:
+    """Every case; the interpreter runs those that are not slow by default."""
+    yield from _token_cases()
+    yield from _group_cases()
+    yield from _tensor_cases()
+    yield from _block_cases()
+    yield from _stride_cases()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def _rows(m: int, k: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    return lambda: testing.random_rows(m, k, dtype)
+
+
+def _shapes() -> Iterator[tuple[int, int, bool]]:
+    for m in (*ROWS, MANY_ROWS):
+        for k in COLUMNS:
+            yield m, k, m == MANY_ROWS or m * k > 300_000 or (m == 257 and k != 576)
+
+
+def _token_cases() -> Iterator[Case]:
+    for m, k, slow in _shapes():
+        for dtype in DTYPES if m in (3, 17) else (torch.bfloat16,):
+            name = f"token-m{m}-k{k}-{_name(dtype)}"
+            yield Case(
+                name, _rows(m, k, dtype), quantize.per_token, reference.quantize_per_token, slow
+            )
+    yield Case(
+        "token-loop-m3-k40000",
+        _rows(3, 40000, torch.bfloat16),
+        quantize.per_token,
+        reference.quantize_per_token,
+    )
+    for dtype in DTYPES:
+        yield Case(
+            f"token-odd-{_name(dtype)}",
+            lambda dtype=dtype: odd_rows(dtype),
+            quantize.per_token,
+            reference.quantize_per_token,
+        )
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Case(
+            f"token-patterns-{_name(dtype)}",
+            lambda dtype=dtype: testing.every_16_bit_pattern(dtype).view(64, 1024),
+            quantize.per_token,
+            reference.quantize_per_token,
+        )
+    for fmt in (fp8.E4M3FNUZ, fp8.E5M2):
+        yield Case(
+            f"token-{fmt.name}",
+            lambda: odd_rows(torch.bfloat16),
+            lambda x, fmt=fmt: quantize.per_token(x, fmt=fmt),
+            lambda x, fmt=fmt: reference.quantize_per_token(x, fmt),
+        )
+    yield Case(
+        "token-nan-to-zero",
+        lambda: odd_rows(torch.bfloat16),
+        lambda x: quantize.per_token(x, nan_to_zero=True),
+        lambda x: reference.quantize_per_token(reference.nan_to_zero(x)),
+    )
+
+
+def _grouped(x: torch.Tensor, group: int, layout: str, ue8m0: bool, fmt: fp8.Format) -> QTensor:
+    q = reference.quantize_per_group(x, group, ue8m0 or layout == "packed", fmt)
+    scale = reference.arrange_scale(q.scale, layout)
+    return QTensor(q.data, scale, (1, group), fmt, layout == "packed")
+
+
+def _group_case(
+    name: str,
+    x: Callable[[], torch.Tensor],
+    group: int,
+    layout: str = "row",
+    ue8m0: bool = False,
+    fmt: fp8.Format = fp8.E4M3FN,
+    slow: bool = False,
+) -> Case:
+    return Case(
+        name,
+        x,
+        lambda x: quantize.per_group(x, group, layout=layout, ue8m0=ue8m0, fmt=fmt),
+        lambda x: _grouped(x, group, layout, ue8m0, fmt),
+        slow,
+    )
+
+
+def _group_cases() -> Iterator[Case]:
+    for m, k, slow in _shapes():
+        name = f"group128-m{m}-k{k}-bf16"
+        yield _group_case(name, _rows(m, k, torch.bfloat16), 128, slow=slow)
+    for group in GROUPS:
+        for layout in reference.SCALE_LAYOUTS:
+            for m, k in ((17, 1280), (3, 4864), (5, 256)):
+                for ue8m0 in (False, True) if layout != "packed" else (False,):
+                    name = f"group{group}-{layout}-m{m}-k{k}{'-ue8m0' if ue8m0 else ''}"
+                    yield _group_case(
+                        name, _rows(m, k, torch.bfloat16), group, layout, ue8m0, slow=k > 1280
+                    )
+    for dtype in DTYPES:
+        for layout in reference.SCALE_LAYOUTS:
+            yield _group_case(
+                f"group64-{layout}-odd-{_name(dtype)}",
+                lambda dtype=dtype: odd_rows(dtype),
+                64,
+                layout,
+            )
+    for dtype in (torch.bfloat16, torch.float16):
+        yield _group_case(
+            f"group128-patterns-{_name(dtype)}",
+            lambda dtype=dtype: testing.every_16_bit_pattern(dtype).view(64, 1024),
+            128,
+        )
+    for fmt in (fp8.E4M3FNUZ, fp8.E5M2):
+        yield _group_case(f"group128-{fmt.name}", lambda: odd_rows(torch.bfloat16), 128, fmt=fmt)
+    yield _group_case("group100-ragged", _rows(5, 576, torch.bfloat16), 100)
+    yield _group_case("group128-ragged-column", _rows(5, 576, torch.bfloat16), 128, "column")
+
+
+def _tensor_cases() -> Iterator[Case]:
+    one = torch.ones(())
+    for m, k, _ in _shapes():
+        yield Case(
+            f"tensor-m{m}-k{k}",
+            _rows(m, k, torch.bfloat16),
+            quantize.per_tensor,
+            reference.quantize_per_tensor,
+            m * k > 300_000,
+        )
+    inputs: dict[str, Callable[[], torch.Tensor]] = {
+        "patterns-bf16": lambda: testing.every_16_bit_pattern(torch.bfloat16),
+        "patterns-fp16": lambda: testing.every_16_bit_pattern(torch.float16),
+        "ties-fp32": testing.e4m3_ties,
+        "random-fp32": lambda: (
+            torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+            * torch.exp2(torch.arange(1 << 18) % 24 - 12.0)
+        ),
+        "odd-bf16": lambda: odd_rows(torch.bfloat16),
+    }
+    for name, x in inputs.items():
+        for fmt in fp8.FORMATS.values():
+            yield Case(
+                f"static-{name}-{fmt.name}",
+                x,
+                lambda x, fmt=fmt: quantize.per_tensor(x, one.to(x.device), fmt=fmt),
+                lambda x, fmt=fmt: reference.quantize_per_tensor(x, one, fmt),
+            )
+        yield Case(f"tensor-{name}", x, quantize.per_tensor, reference.quantize_per_tensor)
+    for factor in (2.0, 0.37):
+        for fmt in (fp8.E4M3FN, fp8.E5M2):
+            yield Case(
+                f"cast-{factor}-{fmt.name}",
+                lambda: odd_rows(torch.bfloat16),
+                lambda x, fmt=fmt, factor=factor: _as_qtensor(
+                    quantize.cast(x, factor, fmt=fmt), fmt
+                ),
+                lambda x, fmt=fmt, factor=factor: _as_qtensor(
+                    fp8.encode(x.float() * torch.tensor(factor), fmt), fmt
+                ),
+            )
+
+
+def _as_qtensor(data: torch.Tensor, fmt: fp8.Format) -> QTensor:
+    return QTensor(data, torch.ones((), device=data.device), fmt=fmt)
+
+
+def _block_cases() -> Iterator[Case]:
+    for n, k, block in ((256, 256, (128, 128)), (200, 300, (128, 128)), (70, 100, (32, 64))):
+        for dtype in DTYPES:
+            for ue8m0 in (False, True):
+                suffix = "-ue8m0" if ue8m0 else ""
+                yield Case(
+                    f"block{block[0]}x{block[1]}-n{n}-k{k}-{_name(dtype)}{suffix}",
+                    _rows(n, k, dtype),
+                    lambda x, block=block, ue8m0=ue8m0: quantize.per_block(x, block, ue8m0=ue8m0),
+                    lambda x, block=block, ue8m0=ue8m0: reference.quantize_block(x, block, ue8m0),
+                )
+    corner = torch.zeros(256, 256, dtype=torch.bfloat16)
+    corner[0, 0] = 1
+    yield Case(
+        "block128x128-zeros",
+        lambda: corner.clone(),
+        quantize.per_block,
+        reference.quantize_block,
+    )
+
+
+def _stride_cases() -> Iterator[Case]:
+    base = testing.random_rows(6 * 5 * 4, 192).view(6, 5, 4, 192)
+    views = {
+        "slice": base[..., 64:192],
+        "transposed": base[:, :, 0].transpose(0, 1),
+        "three-levels": base[::2, ::2, ::2, :128],
+        "vector": base[0, 0, 0],
+        "one-column": base[..., 7:8],
+        "last-stride-2": base[..., ::2],
+    }
+    for name, view in views.items():
+        for kind, kernel, expected in (
+            ("token", quantize.per_token, reference.quantize_per_token),
+            ("tensor", quantize.per_tensor, reference.quantize_per_tensor),
+        ):
+            yield Case(f"{kind}-strided-{name}", lambda view=view: view, kernel, expected)
+        for layout in ("row", "column"):
+            if view.ndim > 1 or layout == "row":
+                yield _group_case(
+                    f"group32-{layout}-strided-{name}", lambda view=view: view, 32, layout
+                )
