@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt's layout: W = weight · weight_scale, x quantized with input_scale.
 
-Written by nvidia-modelopt's `export_hf_checkpoint` and served by TensorRT-LLM, vLLM and SGLang; here
-as version 0.47 writes it. The config comes flat in config.json ("quantization_config"), nested in
-hf_quant_config.json, or both; config.json wins.
+Written by nvidia-modelopt's `export_hf_checkpoint` and served by TensorRT-LLM, vLLM and SGLang;
+here as version 0.47 writes it. The config comes flat in config.json ("quantization_config"), nested
+in hf_quant_config.json, or both; config.json wins.
 
 The surprises: scales are [] or [N] (1-D) or [N/128, 1, K/128, 1] (4-D) by algorithm; one algorithm
 is spelt in lower case (fp8_pb_wo); MIXED_PRECISION is per layer, and without its map is another
@@ -11,15 +11,18 @@ family (W4A8) altogether; and plain transformers loads such files as garbage wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
-from anyfp8.errors import CheckpointError
-from anyfp8.problem import Scheme
+from anyfp8.checkpoint.files import TensorSpec
+from anyfp8.errors import CheckpointError, InputError
+from anyfp8.problem import QTensor, Scheme
 
 NAME = "modelopt"
-VERSION = "0.47.0"
 
 # the algorithm that stores each scheme
 ALGORITHMS: dict[str, Scheme] = {
@@ -36,6 +39,8 @@ _REFUSED = {
     "W4A16_AWQ": "its weights are 4-bit: this library runs FP8",
     "MXFP8": "MXFP8 (32-column E8M0 scales) is not read yet",
 }
+# a static FP8 tensor in the words of config_groups and kv_cache_scheme
+_STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
 # ModelOpt's spelling where it isn't upper case
 _SPELLING = {"FP8_PB_WO": "fp8_pb_wo"}
 
@@ -143,3 +148,105 @@ def _producer(producer: Any) -> str:
 
 def _upper(value: Any) -> str:
     return str(value).upper() if value is not None else ""
+
+
+def layer_specs(name: str, scheme: Scheme, n: int, k: int) -> list[TensorSpec]:
+    """Names, dtypes and shapes of the tensors that store a quantized linear, bias and extras aside.
+
+    Raises:
+        InputError: this format has no algorithm for the scheme.
+    """
+    algorithm_for(scheme)
+    specs = [
+        TensorSpec(f"{name}.weight", "F8_E4M3", (n, k)),
+        TensorSpec(f"{name}.weight_scale", "F32", _scale_shape(scheme, n, k)),
+    ]
+    if scheme.activation == "tensor":
+        specs.append(TensorSpec(f"{name}.input_scale", "F32", ()))
+    return specs
+
+
+def layer_tensors(
+    name: str, scheme: Scheme, weight: QTensor, input_scale: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of `layer_specs` from canonical ones."""
+    n, k = weight.data.shape
+    tensors = {
+        f"{name}.weight": weight.codes.view(torch.float8_e4m3fn),
+        f"{name}.weight_scale": weight.scale.float().reshape(_scale_shape(scheme, n, k)),
+    }
+    if scheme.activation == "tensor":
+        assert input_scale is not None
+        tensors[f"{name}.input_scale"] = input_scale.float().reshape(())
+    return tensors
+
+
+def quantization_configs(
+    layers: Mapping[str, Scheme], ignore: Iterable[str], kv_cache: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What goes into config.json ("quantization_config") and into hf_quant_config.json.
+
+    Layers of one scheme give its algorithm; several give MIXED_PRECISION with a layer map.
+    """
+    algorithms = {name: algorithm_for(scheme) for name, scheme in layers.items()}
+    kinds = set(algorithms.values())
+    ignored = sorted(ignore)
+    producer = {"name": "anyfp8", "version": version("anyfp8")}
+    groups = {"group_0": _group(["Linear"])} if kinds == {"FP8"} else {}
+    mapped: dict[str, Any] = {}
+    if len(kinds) > 1:
+        mapped = {
+            "quantized_layers": {
+                name: {"quant_algo": _SPELLING.get(algo, algo)} for name, algo in algorithms.items()
+            }
+        }
+        if "FP8" in kinds:
+            groups = {"group_0": _group(sorted(n for n, a in algorithms.items() if a == "FP8"))}
+    algorithm = "MIXED_PRECISION" if len(kinds) > 1 else kinds.pop()
+    algorithm = _SPELLING.get(algorithm, algorithm)
+    flat: dict[str, Any] = {
+        **({"config_groups": groups} if groups else {}),
+        **mapped,
+        "ignore": ignored,
+        "quant_algo": algorithm,
+        **(
+            {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+            if kv_cache
+            else {}
+        ),
+        "producer": producer,
+        "quant_method": NAME,
+    }
+    nested = {
+        "producer": producer,
+        "quantization": {
+            "quant_algo": algorithm,
+            "kv_cache_quant_algo": kv_cache or None,
+            **mapped,
+            "exclude_modules": ignored,
+        },
+    }
+    return flat, nested
+
+
+def algorithm_for(scheme: Scheme) -> str:
+    """The algorithm that stores a scheme. Raises InputError naming the schemes that have one."""
+    for name, stored in ALGORITHMS.items():
+        if stored == scheme:
+            return name
+    raise InputError(
+        f"the ModelOpt format cannot hold {scheme.name}",
+        want=", ".join(stored.name for stored in ALGORITHMS.values()),
+        hint="quantize to one of these, or convert while loading",
+    )
+
+
+def _scale_shape(scheme: Scheme, n: int, k: int) -> tuple[int, ...]:
+    if scheme.weight == "channel":
+        return (n,)
+    shape = scheme.weight_scale_shape(n, k)
+    return (shape[0], 1, shape[1], 1) if shape else ()
+
+
+def _group(targets: list[str]) -> dict[str, Any]:
+    return {"input_activations": dict(_STATIC), "weights": dict(_STATIC), "targets": targets}

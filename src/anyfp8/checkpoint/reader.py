@@ -15,7 +15,7 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.checkpoint.files import StoredTensor
-from anyfp8.checkpoint.plan import CheckpointPlan
+from anyfp8.checkpoint.plan import CheckpointPlan, LayerPlan
 from anyfp8.checkpoint.planner import read_plan
 from anyfp8.checkpoint.scales import canonical_scale
 from anyfp8.errors import CheckpointError, InputError
@@ -29,8 +29,8 @@ class LayerData:
     Attributes:
         name: of the module.
         scheme: how it is quantized.
-        weight: [N, K] uint8, e4m3fn codes without NaN, contiguous.
-        weight_scale: fp32 [] or [N, 1] or [ceil(N/bn), ceil(K/bk)].
+        weight: data [N, K] uint8, e4m3fn codes without NaN, contiguous; scale fp32, [] or [N, 1] or
+            [ceil(N/bn), ceil(K/bk)].
         input_scale: fp32 [] of a static layer, else None. Weight-only kernels leave it alone,
             savers write it back.
         bias: [N] in its stored dtype, or None.
@@ -39,16 +39,10 @@ class LayerData:
 
     name: str
     scheme: Scheme
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
+    weight: QTensor
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def qtensor(self) -> QTensor:
-        """Weight and scale as `reference` takes them."""
-        return QTensor(self.weight, self.weight_scale, self.scheme.block)
 
 
 class Checkpoint:
@@ -81,32 +75,47 @@ class Checkpoint:
         Raises:
             CheckpointError: no such layer, or its weight holds NaN codes.
         """
+        planned = self._planned(name)
+        weight = self.tensor(planned.weight).view(torch.uint8)
+        _refuse_nan(weight, self.plan.files.tensors[planned.weight])
+        return LayerData(
+            name,
+            planned.scheme,
+            QTensor(weight, self.weight_scale(name), planned.scheme.block),
+            self.input_scale(name),
+            self.tensor(planned.bias) if planned.bias else None,
+            {extra[len(name) + 1 :]: self.tensor(extra) for extra in planned.extras},
+        )
+
+    def weight_scale(self, name: str) -> torch.Tensor:
+        """The canonical weight scale of a quantized linear, fp32."""
+        planned = self._planned(name)
+        if planned.weight_scale is None:
+            return torch.ones(())
+        stored = self.tensor(planned.weight_scale)
+        return canonical_scale(stored, planned.scheme, planned.n, planned.k)
+
+    def input_scale(self, name: str) -> torch.Tensor | None:
+        """The static activation scale of a quantized linear, fp32 []; None without one."""
+        stored = self._planned(name).input_scale
+        return self.tensor(stored).float().reshape(()) if stored else None
+
+    def _planned(self, name: str) -> LayerPlan:
         planned = self.plan.layers.get(name)
         if planned is None:
             raise CheckpointError(
                 f"no quantized layer {name} in {self.plan.path.name}",
                 got=f"{len(self.plan.layers)} other layers",
             )
-        weight = self.tensor(planned.weight).view(torch.uint8)
-        _refuse_nan(weight, self.plan.files.tensors[planned.weight])
-        if planned.weight_scale is None:
-            scale = torch.ones(())
-        else:
-            stored = self.tensor(planned.weight_scale)
-            scale = canonical_scale(stored, planned.scheme, planned.n, planned.k)
-        return LayerData(
-            name,
-            planned.scheme,
-            weight,
-            scale,
-            self.tensor(planned.input_scale).float().reshape(()) if planned.input_scale else None,
-            self.tensor(planned.bias) if planned.bias else None,
-            {extra[len(name) + 1 :]: self.tensor(extra) for extra in planned.extras},
-        )
+        return planned
 
 
 def open_checkpoint(
-    path: str | Path, *, allow_missing_scale: bool = False, dynamic_fallback: bool = False
+    path: str | Path,
+    *,
+    allow_missing_scale: bool = False,
+    dynamic_fallback: bool = False,
+    strict: bool = True,
 ) -> Checkpoint:
     """Plan a checkpoint folder and open it for reading; arguments and errors are `read_plan`'s."""
     return Checkpoint(
@@ -162,8 +171,8 @@ def merge_layers(name: str, parts: Sequence[LayerData], *, requantize: bool = Fa
     _check_parts(name, parts)
     first = parts[0]
     scheme, error = first.scheme, 0.0
-    weights = [part.weight for part in parts]
-    scales = [part.weight_scale for part in parts]
+    weights = [part.weight.codes for part in parts]
+    scales = [part.weight.scale for part in parts]
     if scheme.weight == "tensor":
         if all(torch.equal(scale, scales[0]) for scale in scales):
             scale = scales[0]
@@ -181,28 +190,25 @@ def merge_layers(name: str, parts: Sequence[LayerData], *, requantize: bool = Fa
     layer = LayerData(
         name,
         scheme,
-        torch.cat(weights),
-        scale,
+        QTensor(torch.cat(weights), scale, scheme.block),
         torch.stack(inputs).amax() if inputs else None,
         torch.cat(biases) if biases else None,
         {key: value for part in parts for key, value in part.extras.items()},
     )
-    return Merge(layer, tuple(len(part.weight) for part in parts), error)
+    return Merge(layer, tuple(len(weight) for weight in weights), error)
 
 
 def _check_parts(name: str, parts: Sequence[LayerData]) -> None:
-    described = ", ".join(f"{p.name} {p.scheme.name} {list(p.weight.shape)}" for p in parts)
-    if (
-        len({(p.scheme, p.weight.shape[1], p.bias is None, p.input_scale is None) for p in parts})
-        != 1
-    ):
+    described = ", ".join(f"{p.name} {p.scheme.name} {list(p.weight.data.shape)}" for p in parts)
+    kinds = {(p.scheme, p.weight.data.shape[1], p.bias is None) for p in parts}
+    if len(kinds) != 1 or len({part.input_scale is None for part in parts}) != 1:
         raise InputError(
             f"cannot merge layers into {name}",
             got=described or "no layers",
             want="layers of one scheme and K, all with or all without bias and input_scale",
         )
     block = parts[0].scheme.block
-    if block is not None and any(len(p.weight) % block[0] for p in parts[:-1]):
+    if block is not None and any(len(p.weight.data) % block[0] for p in parts[:-1]):
         raise InputError(
             f"cannot merge layers into {name}",
             got=described,
@@ -216,9 +222,9 @@ def _requantize(
 ) -> tuple[list[torch.Tensor], float]:
     weights, lost, total = [], 0.0, 0.0
     for part in parts:
-        values = reference.dequantize(part.qtensor)
-        codes = part.weight
-        if not torch.equal(part.weight_scale, scale):
+        values = reference.dequantize(part.weight)
+        codes = part.weight.codes
+        if not torch.equal(part.weight.scale, scale):
             again = reference.quantize_per_tensor(values, scale)
             codes = again.codes
             lost += float((reference.dequantize(again) - values).double().square().sum())
