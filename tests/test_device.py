@@ -351,6 +351,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", get)
     return state
 
@@ -368,6 +369,10 @@ class TestDeviceOf:
         assert device.device_of("cuda") is device.device_of(0)
         assert device.device_of(torch.device("cuda", 0)) is device.current_device()
         assert gpu.asked == 1
+
+    def test_a_gpu_that_is_not_there_is_an_error_of_ours(self, gpu):
+        with pytest.raises(DeviceError, match="cuda:3"):
+            device.device_of("cuda:3")
 
     def test_an_unknown_gpu_is_described_by_its_properties(self, gpu):
         gpu.properties = properties(
@@ -444,6 +449,20 @@ class TestDeviceOf:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(DeviceError, match="doctor"):
             device.device_of(place)
+
+
+@pytest.mark.gpu
+def test_the_gpu_at_hand_has_the_limits_of_its_architecture():
+    here = device.current_device()
+    props = torch.cuda.get_device_properties(0)
+    assert here.sms
+    assert here.memory_bytes == props.total_memory
+    if here.vendor == "nvidia":
+        assert here.capability == torch.cuda.get_device_capability(0)
+        assert here.shared_memory == here.arch.shared_memory
+    known = CATALOGUE.get(here.name)
+    if known is not None and known.sms == here.sms and here.vendor == "nvidia":
+        assert known.l2_bytes in (None, props.L2_cache_size)
 
 
 class TestPlanningDevice:

@@ -205,6 +205,16 @@ class TestEncode:
         with pytest.raises(InputError, match=str(dtype)):
             fp8.encode(torch.zeros(2, dtype=torch.float32).to(dtype))
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+    def test_the_gpu_encodes_and_decodes_as_the_cpu_does(self, fmt):
+        for dtype in (torch.bfloat16, torch.float16):
+            x = all_patterns(dtype)
+            for encoder in (fp8.encode, fp8.encode_bits):
+                assert_same_codes(encoder(x.cuda(), fmt).cpu(), torch_encode(x, fmt), x)
+        got = fp8.decode(CODES.cuda(), fmt).cpu()
+        assert torch.equal(got.nan_to_num(nan=7.7), fp8.decode_table(fmt).nan_to_num(nan=7.7))
+
     @given(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))
     @settings(max_examples=200, deadline=None)
     def test_encoding_keeps_order(self, a, b):

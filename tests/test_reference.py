@@ -130,6 +130,22 @@ class TestAgainstTorch:
         assert reference.linear(x, w, Scheme("channel", "token", True)).shape == (0, 8)
 
 
+@pytest.mark.gpu
+@DTYPES
+def test_the_gpu_gives_the_bytes_of_the_cpu(dtype):
+    x = samples(200, 512, dtype)
+    for quantize in (
+        reference.quantize_per_tensor,
+        reference.quantize_per_token,
+        lambda t: reference.quantize_per_group(t, 128),
+        lambda t: reference.quantize_per_group(t, 128, ue8m0=True),
+        reference.quantize_block,
+    ):
+        here, there = quantize(x), quantize(x.cuda())
+        assert_bits(there.data.cpu(), here.data)
+        assert_bits(there.scale.cpu(), here.scale)
+
+
 class TestByHand:
     @pytest.mark.parametrize(("scale", "code", "q"), [(2.0, 0x48, 4.0), (0.5, 0x58, 16.0)])
     def test_the_scale_divides_and_comes_back(self, scale, code, q):

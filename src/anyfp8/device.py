@@ -296,19 +296,28 @@ def device_of(torch_device: torch.device | str | int) -> Device:
     place = torch.device(place)
     if place.type == "cpu":
         return CPU
-    if place.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(
-            f"cannot describe the device {place}",
-            got=f"runtime {runtime()!r}",
-            want="a CUDA or ROCm GPU, or the CPU",
-            hint="anyfp8 doctor says which GPUs torch sees here",
-        )
-    return _ask(torch.cuda.current_device() if place.index is None else place.index)
+    if place.type == "cuda" and place.index is not None:
+        return _ask(place.index)
+    if place.type == "cuda" and torch.cuda.is_available():
+        return _ask(torch.cuda.current_device())
+    raise _no_device(place)
 
 
 @functools.cache
 def _ask(index: int) -> Device:
+    # kernels ask at each launch: what is cached here must cost no call into CUDA
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise _no_device(torch.device("cuda", index))
     return describe(torch.cuda.get_device_properties(index))
+
+
+def _no_device(place: torch.device) -> DeviceError:
+    return DeviceError(
+        f"cannot describe the device {place}",
+        got=f"runtime {runtime()!r} with {torch.cuda.device_count()} GPUs",
+        want="a CUDA or ROCm GPU, or the CPU",
+        hint="anyfp8 doctor says which GPUs torch sees here",
+    )
 
 
 def describe(properties: Any) -> Device:
@@ -367,27 +376,13 @@ def sibling(device: Device, names: Iterable[str]) -> str | None:
     A sibling has the same architecture, SMs, shared memory, L2, bandwidth and peaks, as the A800
     and the A100 have; a figure that is unknown makes no sibling.
     """
-    mine = _likeness(device)
-    if None in mine:
+    mine = _figures(device)
+    if None in mine[:5]:
         return None
-    for name in names:
-        other = CATALOGUE.get(name)
-        if other is None or other.name == device.name:
-            continue
-        if _likeness(other) == mine and _peaks(other) == _peaks(device):
-            return name
-    return None
+    others = (CATALOGUE[name] for name in names if name in CATALOGUE)
+    return next((o.name for o in others if o.name != device.name and _figures(o) == mine), None)
 
 
-def _likeness(device: Device) -> tuple[object, ...]:
-    return (
-        device.arch.name,
-        device.sms,
-        device.shared_memory,
-        device.l2_bytes,
-        device.bandwidth_gbs,
-    )
-
-
-def _peaks(device: Device) -> tuple[float | None, float | None]:
-    return (device.fp8_tflops, device.bf16_tflops)
+def _figures(device: Device) -> tuple[object, ...]:
+    size = (device.arch.name, device.sms, device.shared_memory, device.l2_bytes)
+    return (*size, device.bandwidth_gbs, device.fp8_tflops, device.bf16_tflops)
