@@ -143,9 +143,9 @@ class TestEncode:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
-    def test_every_fp32_pattern_agrees_with_torch(self, fmt):
+    def test_every_fp32_magnitude_agrees_with_torch(self, fmt):
         step = 1 << 24
-        for start in range(-(2**31), 2**31, step):
+        for start in range(0, 2**31, step):
             bits = torch.arange(start, start + step, dtype=torch.int64).to(torch.int32)
             x = bits.view(torch.float32)
             assert_same_codes(fp8.encode_bits(x, fmt), torch_encode(x, fmt), x)
