@@ -19,17 +19,12 @@ import torch
 
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import TensorSpec
+from anyfp8.checkpoint.formats import MODELOPT, formats_for
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
 NAME = "modelopt"
 
-# the algorithm that stores each scheme
-ALGORITHMS: dict[str, Scheme] = {
-    "FP8": Scheme("tensor", "tensor"),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", "token", dynamic=True),
-    "FP8_PB_WO": Scheme("block", block=(128, 128)),
-}
 # read but not written: TensorRT-LLM's word for fine-grained FP8
 _READ_ONLY = {"FP8_BLOCK_SCALES": Scheme("block", "group", True, (128, 128), 128)}
 _REFUSED = {
@@ -43,9 +38,7 @@ _REFUSED = {
 _STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
 # ModelOpt's spelling where it isn't upper case
 _SPELLING = {"FP8_PB_WO": "fp8_pb_wo"}
-
-
-READABLE = ", ".join((*ALGORITHMS, *_READ_ONLY, "MIXED_PRECISION of these"))
+READABLE = ", ".join((*MODELOPT, *_READ_ONLY, "MIXED_PRECISION of these"))
 
 
 def claims(files: ConfigFiles) -> bool:
@@ -101,10 +94,10 @@ def declare(files: ConfigFiles) -> Declaration:
 
 def algorithm_of(name: str) -> Algorithm:
     """What a ModelOpt algorithm means here; unknown ones carry their refusal."""
-    scheme = ALGORITHMS.get(name) or _READ_ONLY.get(name)
+    scheme = MODELOPT.get(name) or _READ_ONLY.get(name)
     if scheme is not None:
         return Algorithm(name, scheme)
-    known = ", ".join((*ALGORITHMS, *_READ_ONLY))
+    known = ", ".join((*MODELOPT, *_READ_ONLY))
     return Algorithm(name, None, _REFUSED.get(name, f"{name or 'no algorithm'!r} is not {known}"))
 
 
@@ -127,7 +120,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     kv_cache = body.get("kv_cache_quant_algo") or ""
     if not kv_cache and isinstance(scheme := body.get("kv_cache_scheme"), dict):
-        kv_cache = f"{str(scheme.get('type', '')).upper()[:2]}{scheme.get('num_bits', '')}"
+        kind = {"float": "FP", "int": "INT"}.get(str(scheme.get("type")), "")
+        kv_cache = f"{kind}{scheme.get('num_bits', '')}"
     return {
         "quant_algo": _upper(body.get("quant_algo")),
         "kv_cache": _upper(kv_cache),
@@ -231,13 +225,15 @@ def quantization_configs(
 
 def algorithm_for(scheme: Scheme) -> str:
     """The algorithm that stores a scheme. Raises InputError naming the schemes that have one."""
-    for name, stored in ALGORITHMS.items():
+    for name, stored in MODELOPT.items():
         if stored == scheme:
             return name
     raise InputError(
         f"the ModelOpt format cannot hold {scheme.name}",
-        want=", ".join(stored.name for stored in ALGORITHMS.values()),
-        hint="quantize to one of these, or convert while loading",
+        want=", ".join(stored.name for stored in MODELOPT.values()),
+        hint="formats that hold it: "
+        + (", ".join(formats_for(scheme)) or "none")
+        + "; anyfp8 writes modelopt, and run --scheme quantizes while loading",
     )
 
 

@@ -67,7 +67,7 @@ class CheckpointPlan:
         layers: module name -> quantized linear, in the order of the file.
         plain: names of tensors that are not quantized.
         optional: names of scales that are kept but belong to no quantized linear.
-        rules: ignore pattern -> modules with a weight that it matched; () where it matched nothing.
+        rules: (ignore pattern, modules with a weight that it matched, a tied lm_head among them).
         warnings: what is odd but harmless, a sentence each.
         unaccounted: tensors without a place; () unless the plan was read with strict=False.
         files: where the tensors lie.

@@ -124,7 +124,9 @@ class _Planner:
     def plan(self, folder: Path, config: Mapping[str, Any], strict: bool) -> CheckpointPlan:
         modules = [name[: -len(".weight")] for name in self.tensors if name.endswith(".weight")]
         matched: dict[str, list[str]] = {pattern: [] for pattern in self.declared.ignore}
-        for module in modules:
+        # a tied lm_head has no tensor, but a rule for it is not idle
+        tied = bool(config.get("tie_word_embeddings")) and "lm_head" not in modules
+        for module in [*modules, *(["lm_head"] if tied else [])]:
             for rule in self.declared.rules.matching(module):
                 matched[rule.pattern].append(module)
         algorithms = {module: self._algorithm(module) for module in modules}

@@ -157,7 +157,7 @@ def merge_layers(name: str, parts: Sequence[LayerData], *, requantize: bool = Fa
 
     Equal per-tensor scales stay one scale. Different ones are repeated per row, so that the merged
     layer is per-channel and no code changes. A static input_scale becomes the largest of the parts'
-    (x is quantized once; the larger range holds all).
+    (x is quantized once; the larger range holds all). Extras are kept under the part's leaf name.
 
     Args:
         name: of the fused layer.
@@ -193,7 +193,11 @@ def merge_layers(name: str, parts: Sequence[LayerData], *, requantize: bool = Fa
         QTensor(torch.cat(weights), scale, scheme.block),
         torch.stack(inputs).amax() if inputs else None,
         torch.cat(biases) if biases else None,
-        {key: value for part in parts for key, value in part.extras.items()},
+        {
+            f"{part.name.rpartition('.')[2]}.{key}": value
+            for part in parts
+            for key, value in part.extras.items()
+        },
     )
     return Merge(layer, tuple(len(weight) for weight in weights), error)
 
