@@ -181,7 +181,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight along the last dimension, fp32, rounded once to x's dtype."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, fp32, rounded to x's dtype."""
     f = x.float()
     return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 

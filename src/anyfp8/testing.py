@@ -130,6 +130,11 @@ def _specialize(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[An
             constants[(position,)] = launch.constants.get(name)
             continue
         value = launch.arguments[name]
+        specialized = not launch.kernel.params[position].do_not_specialize
+        if isinstance(value, int) and value == 1 and specialized:
+            signature[name] = "constexpr"
+            constants[(position,)] = 1
+            continue
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
             aligned = value.data_ptr() % 16 == 0
@@ -138,7 +143,7 @@ def _specialize(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[An
             aligned = False
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            aligned = value % 16 == 0
+            aligned = specialized and value % 16 == 0
         if aligned:
             attributes[(position,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes

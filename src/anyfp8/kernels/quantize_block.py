@@ -9,7 +9,7 @@ import triton.language as tl
 from anyfp8.kernels.encode import encode, finite_abs, inverse_of, scale_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_block_kernel(
     x_ptr,
     q_ptr,

@@ -20,7 +20,8 @@ from anyfp8.kernels.encode import (
 )
 
 
-@triton.jit
+# no version for each M, nor for each stride that M decides: graphs are captured at many M
+@triton.jit(do_not_specialize=["M", "s_outer", "s_inner", "s_group"])
 def quantize_group_kernel(
     x_ptr,
     q_ptr,

@@ -10,7 +10,7 @@ import triton.language as tl
 from anyfp8.kernels.encode import encode, finite_abs, inverse_of, nan_to_zero, scale_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "OUTER"])
 def amax_kernel(
     x_ptr,
     amax_ptr,
@@ -38,7 +38,7 @@ def amax_kernel(
     tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(amax, axis=1), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "PARTS"])
 def quantize_scaled_kernel(
     x_ptr,
     q_ptr,

@@ -18,7 +18,8 @@ from anyfp8.kernels.encode import (
 )
 
 
-@triton.jit
+# no version for each M, nor for each stride that M decides: graphs are captured at many M
+@triton.jit(do_not_specialize=["M", "s_outer", "s_inner"])
 def quantize_token_kernel(
     x_ptr,
     q_ptr,
@@ -65,7 +66,7 @@ def quantize_token_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_outer", "s_inner"])
 def quantize_token_loop_kernel(
     x_ptr,
     q_ptr,

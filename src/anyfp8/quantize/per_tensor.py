@@ -46,7 +46,7 @@ class TileConfig:
 def tile_config(elements: int, m: int, k: int) -> TileConfig:
     """8,192 elements a program; 1,024 where that would leave SMs idle."""
     tile = 8192 if elements >= 1 << 21 else 1024
-    block_k = min(next_power_of_2(k), tile)
+    block_k = tile if m == 1 else min(next_power_of_2(k), tile)
     rows = min(next_power_of_2(m), tile // block_k)
     return TileConfig(rows, block_k, max(1, min(8, rows * block_k // 1024)))
 
@@ -212,7 +212,7 @@ def launch_scaled(
         constants = dict(
             **target.numerics(fmt),
             SCALE=mode,
-            BLOCK_PARTS=next_power_of_2(n_parts),
+            BLOCK_PARTS=MAX_PARTS,
             ROWS=c.rows,
             BLOCK_K=c.block_k,
             NAN_TO_ZERO=nan_to_zero,

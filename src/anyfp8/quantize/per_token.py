@@ -42,7 +42,7 @@ class TokenConfig:
 def token_config(m: int, k: int) -> TokenConfig:
     """One row a program where rows are long or few; several short rows where there are many."""
     block_k = min(next_power_of_2(k), MAX_BLOCK_K)
-    rows = max(1, min(4096 // block_k, next_power_of_2(m) // 256)) if m > 256 else 1
+    rows = max(1, 4096 // block_k) if m > 256 else 1
     # 16 values a thread hide latency best with few rows, 32 fill the memory pipes with many
     values = 16 if m <= 256 else 32
     warps = rows * block_k // (32 * values)

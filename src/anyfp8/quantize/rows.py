@@ -156,11 +156,10 @@ def check_out(
 
 
 def _overlaps(out: torch.Tensor) -> bool:
-    dims = sorted(
-        (stride, size) for stride, size in zip(out.stride(), out.shape, strict=True) if size > 1
-    )
     reach = 1
-    for stride, size in dims:
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size == 1:
+            continue
         if stride < reach:
             return out.numel() > 1
         reach = stride * (size - 1) + reach

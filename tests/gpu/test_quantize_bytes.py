@@ -1,0 +1,126 @@
+"""On a GPU: the reference's bytes, natively and from the PTX of older architectures."""
+
+import pytest
+import torch
+
+from anyfp8 import quantize, reference, testing
+from anyfp8.tools.quantize_cases import cases, move, odd_rows
+
+pytestmark = pytest.mark.gpu
+
+
+def forbid_reference(monkeypatch):
+    def raise_(*args, **kwargs):
+        raise AssertionError("the reference was called where a kernel was promised")
+
+    for name in (
+        "quantize_per_token",
+        "quantize_per_group",
+        "quantize_per_tensor",
+        "quantize_block",
+        "quantize_with",
+    ):
+        monkeypatch.setattr(reference, name, raise_)
+    monkeypatch.setattr("anyfp8.fp8.encode", raise_)
+
+
+def architectures():
+    if not torch.cuda.is_available():
+        return ["sm_80", "sm_89"]
+    mine = torch.cuda.get_device_capability()
+    return [a for a, c in (("sm_80", (8, 0)), ("sm_89", (8, 9))) if c <= mine]
+
+
+def parametrized(case_filter=lambda case: True):
+    return [
+        pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.slow else [])
+        for c in cases()
+        if case_filter(c)
+    ]
+
+
+@pytest.mark.parametrize("case", parametrized())
+def test_kernel_gives_the_bytes_of_the_reference(case, monkeypatch):
+    x = case.x()
+    want = case.reference(x)
+    forbid_reference(monkeypatch)
+    got = case.kernel(move(x, "cuda"))
+    testing.assert_matches(got, want)
+
+
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize("case", parametrized(lambda case: not case.slow))
+def test_another_architectures_code_gives_the_same_bytes(case, architecture, monkeypatch):
+    x = case.x()
+    want = case.reference(x)
+    forbid_reference(monkeypatch)
+    with testing.on_architecture(architecture) as launches:
+        got = case.kernel(move(x, "cuda"))
+    torch.cuda.synchronize()
+    assert launches or x.numel() == 0
+    testing.assert_matches(got, want)
+
+
+def test_rows_past_two_gigabytes_are_reached():
+    # 28,672 columns: row 74,899 lies past 2**31 elements
+    m, k = 75_000, 28_672
+    if torch.cuda.get_device_properties(0).total_memory < 16 << 30:
+        pytest.skip("needs 8 GB of memory")
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = testing.random_rows(3, k, device="cuda")
+    want = reference.quantize_per_token(x[-3:].cpu())
+    for quantized in (quantize.per_token(x), quantize.per_group(x, 128)):
+        if quantized.block is not None:
+            want = reference.quantize_per_group(x[-3:].cpu(), 128)
+        assert torch.equal(quantized.codes[-3:].cpu(), want.codes)
+        assert torch.equal(quantized.scale[-3:].cpu(), want.scale)
+        assert not quantized.codes[:1000].any()
+
+
+def test_padding_and_neighbours_are_not_touched():
+    x = odd_rows(torch.bfloat16, 512).cuda()
+    storage = torch.full((20, 640), 0xAB, dtype=torch.uint8, device="cuda")
+    scale = torch.full((20, 3), -7.0, device="cuda")
+    quantize.per_token(x, out=storage[2:18, 64:576], out_scale=scale[2:18, 1:2])
+    want = reference.quantize_per_token(x.cpu())
+    assert torch.equal(storage[2:18, 64:576].cpu(), want.codes)
+    assert torch.equal(scale[2:18, 1:2].cpu(), want.scale)
+    storage[2:18, 64:576] = 0xAB
+    scale[2:18, 1] = -7.0
+    assert (storage == 0xAB).all()
+    assert (scale == -7.0).all()
+
+
+def test_a_graph_replays_to_the_same_bytes():
+    x = testing.random_rows(16, 4096, device="cuda")
+    quantize.per_token(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = quantize.per_token(x)
+    fresh = testing.random_rows(16, 4096, seed=5, device="cuda")
+    x.copy_(fresh)
+    graph.replay()
+    testing.assert_matches(q, reference.quantize_per_token(fresh.cpu()))
+
+
+def test_dependent_launches_read_what_the_previous_kernel_wrote():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs programmatic dependent launch (SM90)")
+    x = testing.random_rows(64, 4096, device="cuda")
+    for seed in range(20):
+        x.copy_(testing.random_rows(64, 4096, seed=seed, device="cuda"))
+        want = reference.quantize_per_token(x.cpu())
+        x.neg_().neg_()
+        testing.assert_matches(quantize.per_token(x, pdl=True), want)
+        want = reference.quantize_per_group(x.cpu(), 128)
+        testing.assert_matches(quantize.per_group(x, 128, pdl=True), want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_of_another_gpu_is_quantized_there():
+    x = testing.random_rows(4, 256).to("cuda:1")
+    with torch.cuda.device(0):
+        q = quantize.per_token(x)
+    assert q.data.device == x.device
+    testing.assert_matches(q, reference.quantize_per_token(x.cpu()))
