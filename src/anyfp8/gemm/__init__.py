@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from anyfp8.errors import InputError
-from anyfp8.gemm import dequant, torch_scaled_mm, triton_block, triton_row
+from anyfp8.gemm import dequant, torch_scaled_mm, triton_block, triton_row, triton_w8a16
 from anyfp8.gemm.base import Backend
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ BACKENDS: tuple[Backend, ...] = (
     torch_scaled_mm.BACKEND,
     triton_row.BACKEND,
     triton_block.BACKEND,
+    triton_w8a16.BACKEND,
     dequant.BACKEND,
 )
 
