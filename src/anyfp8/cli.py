@@ -1,7 +1,7 @@
 """anyfp8 VERB: the command line. Thin: every verb imports its work when it is called.
 
-Data goes to stdout, talk to stderr; `--json` prints one document instead. Exit status 0 is fine, 1 found
-a problem, 2 is wrong usage.
+Data goes to stdout, talk to stderr; `--json` prints one document instead. Exit status 0 is fine, 1
+found a problem, 2 is wrong usage.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def quantize(
     model: Annotated[str, typer.Argument(help="16-bit checkpoint folder, or a GGUF file.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
     scheme: Annotated[
-        str, typer.Option(help="Such as w8a8-tensor-static, w8a8-channel-token, w8a16-block128x128.")
-    ] = "w8a8-tensor-static",
+        str, typer.Option(help="fp8 (static), fp8-channel, fp8-block, or a full name.")
+    ] = "fp8",
     calib: Text = None,
     calib_windows: Annotated[int, typer.Option(help="Calibration windows.")] = 16,
     calib_length: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = 512,
@@ -66,7 +66,11 @@ def quantize(
     overwrite: Annotated[bool, typer.Option(help="Replace the folder when done.")] = False,
     json: Json = False,
 ) -> None:
-    """Write an FP8 checkpoint (ModelOpt layout) of a 16-bit model."""
+    """Write an FP8 checkpoint of a 16-bit model.
+
+    Schemes: fp8 = w8a8-tensor-static (calibrated), fp8-channel = w8a8-channel-token,
+    fp8-block = w8a16-block128x128. The layout is ModelOpt's.
+    """
     from anyfp8.tools import quantize as tool
 
     tool.command(
@@ -98,7 +102,7 @@ def run(
     backend: Annotated[str | None, typer.Option(help="Force one backend.")] = None,
     json: Json = False,
 ) -> None:
-    """Load an FP8 checkpoint (or quantize a 16-bit one while loading) and generate text."""
+    """Load a checkpoint and generate text."""
     from anyfp8.tools import run as tool
 
     tool.command(
@@ -134,7 +138,7 @@ def evaluate(
     emulate: Emulate = None,
     json: Json = False,
 ) -> None:
-    """Perplexity of a text; agreement with the 16-bit model; the first layer past its bound."""
+    """Perplexity, agreement with 16 bits, bad layers."""
     from anyfp8.tools import evaluate_command as tool
 
     tool.command(
@@ -157,7 +161,7 @@ def inspect(
     layers: Annotated[bool, typer.Option(help="A line for every layer, with scales.")] = False,
     json: Json = False,
 ) -> None:
-    """What each layer is: scheme, shapes, scales; which ignore rule matched what."""
+    """What each layer is: scheme, shapes, scales."""
     from anyfp8.tools import inspect as tool
 
     tool.command(model, layers=layers, as_json=json)
@@ -170,7 +174,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for what it writes.")] = Path(".demo"),
 ) -> None:
-    """The main job on a real model: quantize, inspect, run and eval, on any machine."""
+    """The main job on a real model, step by step."""
     from anyfp8.tools import demo as tool
 
     tool.command(model, out)

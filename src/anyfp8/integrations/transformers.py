@@ -3,8 +3,8 @@
 The model is built on meta from its config, its quantized linears become `Fp8Linear`, and tensors
 stream in from memory-mapped shards: the peak is the model plus two tensors, never a second model.
 
-The surprise: plain `from_pretrained` does not know ModelOpt files. It warns, casts the FP8 codes to 16
-bits without their scales and answers with garbage (a perplexity of 25 million on SmolLM2-135M).
+The surprise: plain `from_pretrained` does not know ModelOpt files. It warns, casts the FP8 codes to
+16 bits without their scales and answers with garbage (a perplexity of 25 million on SmolLM2-135M).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from anyfp8 import reference
-from anyfp8.checkpoint import Checkpoint, Source, is_quantized, open_checkpoint, open_source
+from anyfp8.checkpoint import Checkpoint, open_checkpoint
 from anyfp8.checkpoint.rules import Rule
+from anyfp8.checkpoint.sources import Source, is_quantized, open_source
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
 from anyfp8.linear import Fp8Linear
 from anyfp8.linear.convert import linears
@@ -49,7 +50,8 @@ def load(
     """Load a checkpoint as a transformers causal language model.
 
     Args:
-        path: an FP8 checkpoint folder; or a 16-bit one or a GGUF file, which stays in 16 bits unless
+        path: an FP8 checkpoint folder; or a 16-bit one or a GGUF file, which stays in 16 bits
+            unless
             `scheme` says how to quantize it while loading.
         scheme: a dynamic or weight-only scheme, for 16-bit checkpoints only.
         exclude: linears that `scheme` leaves in 16 bits.
@@ -65,9 +67,9 @@ def load(
 
     Raises:
         CheckpointError: the files are not consistent, or do not fit the model's architecture.
-        InputError: `scheme` with an FP8 checkpoint, or one that needs calibration.
+        InputError: `scheme` with an FP8 checkpoint, or one that needs calibration; no such device.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(device)
     request = request or Request(emulate=emulate)
     if is_quantized(path):
         if scheme is not None:
@@ -88,6 +90,27 @@ def load(
         folder = Path(path) if Path(path).is_dir() else None
     _finish(model, folder, device)
     return model
+
+
+def usable_device(device: torch.device | str | None) -> torch.device:
+    """A device that torch can use; None is a GPU if there is one, else the CPU.
+
+    Raises:
+        InputError: no such device here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise InputError("not a device", got=str(device), want="cpu, cuda or cuda:N") from error
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"there is no device {device}",
+            got=f"{torch.cuda.device_count()} CUDA devices",
+            want="cpu, or a GPU that torch sees",
+        )
+    return wanted
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -152,7 +175,7 @@ def _fill_quantized(
         found = checkpoint.layer(name)
         _load_layer(
             model.get_submodule(name),
-            found.qtensor,
+            found.weight,
             found.input_scale,
             found.bias,
             device,
@@ -200,12 +223,10 @@ def _fill_source(
 def _replace(
     model: Any, name: str, scheme: Scheme, shape: tuple[int, int], bias: bool, request: Request
 ) -> None:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        module = None
+    module = _submodule(model, name)
     n, k = shape
-    if not isinstance(module, torch.nn.Linear) or tuple(module.weight.shape) != shape:
+    weight = module.weight if isinstance(module, torch.nn.Linear) else None
+    if weight is None or tuple(weight.shape) != shape:
         found = "no such module" if module is None else repr(module)
         raise CheckpointError(
             f"the quantized layer {name} has no place in {type(model).__name__}",
@@ -213,11 +234,16 @@ def _replace(
             want=f"a linear of {n}x{k}",
             hint="config.json and the weights may be of different models",
         )
-    layer = Fp8Linear(
-        k, n, scheme, bias=bias, dtype=model.dtype, device="meta", request=request
-    )
+    layer = Fp8Linear(k, n, scheme, bias=bias, dtype=model.dtype, device="meta", request=request)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent) if parent else model, leaf, layer.eval())
+
+
+def _submodule(model: Any, name: str) -> Any | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _load_layer(
@@ -244,12 +270,9 @@ def _load_layer(
 def _place(model: Any, name: str, value: torch.Tensor, device: torch.device) -> None:
     """Put an unquantized tensor where the model has it on meta."""
     module, _, leaf = name.rpartition(".")
-    try:
-        owner = model.get_submodule(module) if module else model
-        old = owner._parameters.get(leaf, owner._buffers.get(leaf))
-    except AttributeError:
-        old = None
-    if old is None:
+    owner = _submodule(model, module)
+    old = None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
+    if owner is None or old is None:
         ignored = (*_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
         if any(re.search(pattern, name) for pattern in ignored):
             return

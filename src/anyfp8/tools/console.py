@@ -1,7 +1,7 @@
 """Data on stdout, talk on stderr: the voice of the command line.
 
-Progress is one line that rewrites itself on a terminal; elsewhere (a pipe, a log) a line now and then,
-so that long work is never silent and logs stay short.
+Progress is one line that rewrites itself on a terminal; elsewhere (a pipe, a log) a line now and
+then, so that long work is never silent and logs stay short.
 """
 
 from __future__ import annotations

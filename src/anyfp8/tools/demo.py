@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anyfp8.errors import InputError, MissingPackage
+from anyfp8.integrations.transformers import load_tokenizer
 from anyfp8.tools import console, inspect
 from anyfp8.tools.evaluate import Agreement, LayerError, agreement, layer_errors
 from anyfp8.tools.evaluate_command import LAYER_WINDOWS, layer_report
@@ -55,7 +56,9 @@ def command(model: str | None, out: Path) -> None:
     target = out / f"{source.stem if source.is_file() else source.name}-fp8".lower()
     console.data(f"model: {source.name}")
     if model is None:
-        console.data("(its 16-bit form is a GGUF file in Q4_1, dequantized: FP8 is compared to that)")
+        console.data(
+            "(its 16-bit form is a GGUF file in Q4_1, dequantized: FP8 is compared to that)"
+        )
 
     _heading(f"anyfp8 quantize {source.name} {target}")
     report = quantize_checkpoint(source, target, overwrite=True)
@@ -69,18 +72,14 @@ def command(model: str | None, out: Path) -> None:
         console.data(line)
 
     _heading(f"anyfp8 run {target} -p {PROMPT!r}")
-    from anyfp8.integrations.transformers import load_tokenizer
-
     tokenizer = load_tokenizer(target)
     fp8 = load_model(target, title="loading the FP8 checkpoint")
     for line in serving(fp8):
         console.talk(line)
     ids = prompt_ids(tokenizer, PROMPT, raw=False)
-    tokens, seconds = generate(fp8, ids, 48, stop_tokens(fp8, tokenizer))
+    tokens, speed = generate(fp8, ids, 48, stop_tokens(fp8, tokenizer))
     console.data(tokenizer.decode(tokens, skip_special_tokens=True).strip())
-    if len(tokens) > 1:
-        where = next(fp8.parameters()).device
-        console.talk(f"{len(tokens)} tokens, {(len(tokens) - 1) / seconds:.1f} tokens/s on {where}")
+    console.talk(f"{len(tokens)} tokens, {speed:.1f} tokens/s on {next(fp8.parameters()).device}")
 
     text, title = read_text(None)
     pieces = windows(tokenizer, text, LENGTH, WINDOWS)
@@ -102,7 +101,9 @@ def command(model: str | None, out: Path) -> None:
         "machine and GPUs without FP8 units run."
     )
     console.data(f"\nnext: anyfp8 run {target} -p 'your question'")
-    console.data("      anyfp8 quantize YOUR_MODEL OUT   # any local Hugging Face folder or GGUF file")
+    console.data(
+        "      anyfp8 quantize YOUR_MODEL OUT   # any local Hugging Face folder or GGUF file"
+    )
     console.talk(f"demo: {time.monotonic() - start:.0f} s")
 
 

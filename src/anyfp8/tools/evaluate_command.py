@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from anyfp8.integrations.transformers import load_tokenizer
 from anyfp8.tools import console
 from anyfp8.tools.evaluate import Agreement, LayerError, agreement, layer_errors
 from anyfp8.tools.run import emulation, load_model, serving
@@ -33,8 +34,6 @@ def command(
     as_json: bool,
 ) -> None:
     """The verb. Exit status 1 when a layer is past its bound or the perplexity is not finite."""
-    from anyfp8.integrations.transformers import load_tokenizer
-
     emulated = emulation(emulate)
     content, title = read_text(text)
     pieces = cut(load_tokenizer(path), content, length, windows)

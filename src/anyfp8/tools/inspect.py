@@ -165,5 +165,3 @@ def command(path: str, *, layers: bool, as_json: bool) -> None:
             console.data(line)
     if found["unaccounted"]:
         raise typer.Exit(1)
-
-

@@ -1,7 +1,7 @@
 """anyfp8 quantize: a 16-bit model becomes an FP8 checkpoint on disk.
 
-Dynamic and weight-only schemes stream: a tensor at a time, no model in memory. Static schemes load the
-16-bit model once to calibrate, free it, and then stream the same way.
+Dynamic and weight-only schemes stream: a tensor at a time, no model in memory. Static schemes load
+the 16-bit model once to calibrate, free it, and then stream the same way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from anyfp8.checkpoint import (
     quantize_stream,
 )
 from anyfp8.errors import AnyFp8Error, InputError
+from anyfp8.integrations.transformers import (
+    load,
+    load_tokenizer,
+    quantizable,
+    skeleton,
+    usable_device,
+)
 from anyfp8.linear.calibrate import input_scales
 from anyfp8.problem import Scheme
 from anyfp8.tools import console
@@ -78,10 +85,11 @@ def quantize_checkpoint(
     exclude = list(exclude)
     source = open_source(model)
     check_output(out, overwrite=overwrite)
+    where = usable_device(device)
     names = _linears(source, exclude)
     scales = None
     if scheme.activation == "tensor" and not scheme.dynamic:
-        scales = _calibrate(model, names, calib, calib_windows, calib_length, device, list(exclude))
+        scales = _calibrate(model, names, calib, calib_windows, calib_length, where, exclude)
         # the 16-bit model is gone from here on; give its memory back before streaming
         gc.collect()
     with console.progress(f"quantizing to {scheme.name}") as shown:
@@ -100,8 +108,6 @@ def quantize_checkpoint(
 
 def _linears(source: Source, exclude: list[str]) -> list[str] | None:
     """The model's own linears where transformers knows the model; None lets the names decide."""
-    from anyfp8.integrations.transformers import quantizable, skeleton
-
     try:
         model = skeleton(source.config)
     except AnyFp8Error as error:
@@ -116,11 +122,9 @@ def _calibrate(
     calib: str | Path | Sequence[torch.Tensor] | None,
     count: int,
     length: int,
-    device: torch.device | str | None,
+    device: torch.device,
     exclude: list[str],
 ) -> dict[str, float]:
-    from anyfp8.integrations.transformers import load, load_tokenizer, quantizable
-
     if calib is None or isinstance(calib, (str, Path)):
         text, title = read_text(calib)
         batches = windows(load_tokenizer(path), text, length, count, from_middle=True)
@@ -132,11 +136,10 @@ def _calibrate(
         raise InputError("no calibration data", got="0 batches", want="at least one [B, T] tensor")
     with console.progress("loading the 16-bit model"):
         model: Any = load(path, device=device)
-    where = next(model.parameters()).device
     chosen = names if names is not None else quantizable(model, exclude)
     modules = {name: model.get_submodule(name) for name in chosen}
     with console.progress(f"calibrating {len(modules)} layers on {title}", len(batches)) as shown:
-        return input_scales(model, modules, (b.to(where) for b in batches), shown.step)
+        return input_scales(model, modules, (b.to(device) for b in batches), shown.step)
 
 
 def command(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anyfp8.errors import InputError
+from anyfp8.integrations.transformers import load, load_tokenizer
 from anyfp8.linear import Fp8Linear
 from anyfp8.select import Request
 from anyfp8.tools import console
@@ -32,37 +33,17 @@ def load_model(
     title: str = "loading",
 ) -> Any:
     """Load with progress; what every verb that runs a model uses."""
-    from anyfp8.integrations.transformers import load
     from anyfp8.tools.quantize import parse_scheme
 
     request = Request(backend=backend, strict=backend is not None, emulate=emulate)
     with console.progress(title) as shown:
         return load(
             path,
-            device=check_device(device),
+            device=device,
             scheme=None if scheme is None else parse_scheme(scheme),
             request=request,
             progress=lambda done, total: shown.step(done, f"of {total}"),
         )
-
-
-def check_device(device: str | None) -> str | None:
-    """The device, if this torch can use it. Raises InputError otherwise."""
-    if device is None:
-        return None
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(
-            "--device cannot be read", got=device, want="cpu, cuda or cuda:N"
-        ) from error
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"there is no device {device}",
-            got=f"{torch.cuda.device_count()} CUDA devices",
-            want="cpu, or a GPU that torch sees",
-        )
-    return device
 
 
 def serving(model: torch.nn.Module) -> list[str]:
@@ -102,30 +83,53 @@ def prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64)
 
 
+class _Clock:
+    """A streamer for `generate` that notes when each token arrived; the prompt arrives first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 def generate(
     model: Any, ids: torch.Tensor, max_tokens: int, stop: set[int]
 ) -> tuple[list[int], float]:
-    """Greedy decoding with the model's own KV cache.
+    """Greedy decoding.
+
+    Args:
+        ids: [1, T] int64, the prompt. stop: tokens that end the text.
 
     Returns:
-        The new tokens, without the one that stopped it, and the seconds after the prompt was read.
+        The new tokens without the one that stopped it, and decoded tokens per second (the first
+        token comes out of the prompt pass and does not count); 0 for fewer than two tokens.
     """
-    ids = ids.to(next(model.parameters()).device)
-    tokens: list[int] = []
-    cache = None
-    start = time.perf_counter()
+    from transformers import GenerationConfig
+
+    clock = _Clock()
+    ends = sorted(stop)
+    config = GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    where = next(model.parameters()).device
     with torch.inference_mode():
-        for step in range(max_tokens):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            token = int(out.logits[0, -1].argmax())
-            if step == 0:
-                start = time.perf_counter()
-            if token in stop:
-                break
-            tokens.append(token)
-            ids = torch.tensor([[token]], device=ids.device)
-    return tokens, time.perf_counter() - start
+        out = model.generate(
+            ids.to(where),
+            attention_mask=torch.ones_like(ids, device=where),
+            generation_config=config,
+            streamer=clock,
+        )
+    tokens = out[0, ids.shape[1] :].tolist()
+    times = clock.times[1:]
+    speed = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return tokens[:-1] if tokens and tokens[-1] in stop else tokens, speed
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -150,8 +154,6 @@ def command(
     as_json: bool,
 ) -> None:
     """The verb: text on stdout; on stderr which kernel serves which layers, and the speed."""
-    from anyfp8.integrations.transformers import load_tokenizer
-
     if max_tokens < 1:
         raise InputError("--max-tokens is too small", got=str(max_tokens), want="at least 1")
     emulated = emulation(emulate)
@@ -168,10 +170,8 @@ def command(
     lines = serving(model)
     for line in lines:
         console.talk(line)
-    tokens, seconds = generate(model, ids, max_tokens, stop_tokens(model, tokenizer))
+    tokens, speed = generate(model, ids, max_tokens, stop_tokens(model, tokenizer))
     text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    # the first token comes out of the prompt pass
-    speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
     if as_json:
         found = {"text": text, "tokens": len(tokens), "prompt_tokens": ids.shape[1]}
         console.data_json(found | {"tokens_per_second": speed, "layers": lines})
