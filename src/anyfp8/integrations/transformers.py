@@ -225,7 +225,7 @@ def _replace(
 ) -> None:
     module = _submodule(model, name)
     n, k = shape
-    weight = module.weight if isinstance(module, torch.nn.Linear) else None
+    weight = getattr(module, "weight", None) if isinstance(module, torch.nn.Linear) else None
     if weight is None or tuple(weight.shape) != shape:
         found = "no such module" if module is None else repr(module)
         raise CheckpointError(
