@@ -1,0 +1,61 @@
+"""Every kernel compiles for every architecture, without a GPU, and what the compiler made of it."""
+
+import re
+
+import pytest
+import torch
+
+from anyfp8 import testing
+from anyfp8.tools.compile_matrix import ARCHITECTURES, check, kernels
+
+pytest.importorskip("triton")
+
+FAST = ("sm_80", "sm_89", "sm_90")
+
+
+@pytest.mark.parametrize("architecture", FAST)
+def test_kernels_compile_and_keep_the_rules(architecture):
+    for name, launch in kernels(architecture, torch.bfloat16):
+        report = check(launch, architecture)
+        assert not report.faults, f"{name} on {architecture}: {report.faults}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_all_kernels_compile_for_all_architectures(architecture, dtype):
+    for name, launch in kernels(architecture, dtype):
+        report = check(launch, architecture)
+        assert not report.faults, f"{name} on {architecture}: {report.faults}"
+
+
+def ptx(architecture, name):
+    launch = dict(kernels(architecture, torch.bfloat16))[name]
+    return testing.compile_launch(launch, architecture).asm["ptx"]
+
+
+def test_the_a100_code_has_no_fp8_conversion():
+    assert not re.search(r"cvt\S*e4m3", ptx("sm_80", "token"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_90"])
+def test_fp8_hardware_converts_straight_from_fp32(architecture):
+    code = ptx(architecture, "token")
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+    assert "cvt.rz.f16" not in code
+
+
+def test_rows_are_moved_sixteen_bytes_at_a_time():
+    code = ptx("sm_90", "token")
+    assert set(re.findall(r"ld\.global\S*", code)) == {"ld.global.v4.b32"}
+    assert "st.global.v4.b32" in code
+
+
+def test_an_overflowing_row_product_is_found():
+    ttir = """
+      tt.func @k(%x_inner: i32, %M: i32) {
+        %3 = arith.muli %2, %x_inner : i32 loc(#loc)
+        %5 = arith.muli %4, %9 : i64 loc(#loc)
+    """
+    assert len(testing.i32_products(ttir, ["x_inner"])) == 1
+    assert not testing.i32_products(ttir, ["M"])
