@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from anyfp8 import reference
+from anyfp8 import quantize
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import PreparedWeight
-from anyfp8.problem import DTYPE_NAMES
+from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
 from anyfp8.select import Plan
 
 
@@ -41,11 +41,35 @@ def linear(
         return x.new_empty((*x.shape[:-1], n))
     scheme = plan.problem.scheme
     if plan.choice(rows.shape[0]).quantizes:
-        q = reference.quantize_activation(rows, scheme, input_scale)
-        y = plan.run(rows if q is None else q, prepared, bias)
+        y = plan.run(quantize_activation(rows, scheme, input_scale), prepared, bias)
     else:
         y = plan.run(rows, prepared, bias)
     return y.reshape(*x.shape[:-1], n)
+
+
+def quantize_activation(
+    x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
+) -> QTensor:
+    """Quantize x [M, K] as a scheme says, on x's device.
+
+    Args:
+        input_scale: fp32 with one element, required by static schemes.
+
+    Raises:
+        InputError: a weight-only scheme, or a static one without its input_scale.
+    """
+    if scheme.activation == "token":
+        return quantize.per_token(x)
+    if scheme.activation == "group":
+        assert scheme.group is not None
+        return quantize.per_group(x, scheme.group, ue8m0=scheme.scale_format == "ue8m0")
+    if scheme.activation == "tensor" and (scheme.dynamic or input_scale is not None):
+        return quantize.per_tensor(x, None if scheme.dynamic else input_scale)
+    raise InputError(
+        f"activations of {scheme.name} cannot be quantized",
+        got="no input_scale" if scheme.activation == "tensor" else "a weight-only scheme",
+        want="a dynamic scheme, or a static one with its input_scale",
+    )
 
 
 def _check(x: torch.Tensor, prepared: PreparedWeight, plan: Plan) -> None:
