@@ -115,7 +115,7 @@ def check(launch: Launch, architecture: str) -> Report:
 
 
 def run(architectures: Sequence[str] = ARCHITECTURES) -> dict[str, Any]:
-    """{architecture: {dtype: {kernel: shared bytes, or a list of faults}}} of the Triton at hand."""
+    """{architecture: {dtype: {kernel: shared bytes, or its faults}}} of the Triton at hand."""
     matrix: dict[str, Any] = {}
     for architecture in architectures:
         for dtype_name, dtype in DTYPES.items():
