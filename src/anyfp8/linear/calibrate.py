@@ -1,8 +1,8 @@
 """input_scale = amax(|x|) / 448 over calibration tokens: static scales by watching a 16-bit model.
 
 A forward pre-hook on every linear keeps the largest finite magnitude of its input; nothing else is
-stored, so calibration costs the model and one set of activations. This is the "max" calibration that
-ModelOpt and llm-compressor use by default.
+stored, so calibration costs the model and one set of activations. ModelOpt and llm-compressor
+calibrate static FP8 the same way by default ("max").
 
 The surprise: a linear that the text never reaches (an expert, an unused head) has no scale. That
     is an error naming it, not a scale of zero.
