@@ -24,8 +24,8 @@ from anyfp8.checkpoint.writer import SHARD_BYTES, CheckpointWriter, check_output
 from anyfp8.errors import CalibrationError, CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
-# 64 MB in fp32: small beside a tensor worth streaming, large beside the cost of a call
-_SLICE_VALUES = 1 << 24
+# 4 MB in fp32: small beside a tensor worth streaming, large beside the cost of a call
+_SLICE_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
