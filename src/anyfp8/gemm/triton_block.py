@@ -8,19 +8,18 @@ the block and the group, because a tile that spans two scales would apply the wr
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from anyfp8.device import device_of
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
+from anyfp8.gemm.launch import Launch, facts_of, start
 from anyfp8.gemm.tiles import (
     TileBackend,
     TileConfig,
     aligned,
-    launch_guard,
     operand_of,
     same_device,
 )
@@ -129,27 +128,23 @@ class TritonBlock(TileBackend):
             return y
         grid = (-(-m // config.block_m) * -(-n // config.block_n),)
         sx = (x.scale.stride(0), x.scale.stride(1)) if x.scale.ndim == 2 else (0, 0)
-        constants = self.constants(problem, config, device_of(codes.device))
-        kernel: Any = block_plain
-        with launch_guard(codes):
-            kernel[grid](
-                codes,
-                w,
-                y,
-                x.scale,
-                prepared.scale,
-                y if bias is None else bias,
-                m,
-                n,
-                k,
-                codes.stride(0),
-                w.stride(0),
-                y.stride(0),
-                *self.strides(problem, sx),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                **constants,
-            )
+        values = (
+            codes,
+            w,
+            y,
+            x.scale,
+            prepared.scale,
+            y if bias is None else bias,
+            m,
+            n,
+            k,
+            codes.stride(0),
+            w.stride(0),
+            y.stride(0),
+            *self.strides(problem, sx),
+        )
+        constants = self.constants(problem, config, facts_of(codes))
+        start(Launch(block_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 
 

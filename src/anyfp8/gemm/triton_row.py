@@ -7,18 +7,17 @@ and bias are applied in fp32, before the one rounding.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from anyfp8.device import device_of
 from anyfp8.gemm.base import CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
+from anyfp8.gemm.launch import Launch, facts_of, start
 from anyfp8.gemm.tiles import (
     TileBackend,
     TileConfig,
     aligned,
-    launch_guard,
     operand_of,
     same_device,
 )
@@ -98,26 +97,22 @@ class TritonRow(TileBackend):
         if m == 0:
             return y
         grid = (-(-m // config.block_m) * -(-n // config.block_n),)
-        constants = self.constants(problem, config, device_of(codes.device))
-        kernel: Any = row_plain
-        with launch_guard(codes):
-            kernel[grid](
-                codes,
-                w,
-                y,
-                x.scale,
-                prepared.scale,
-                y if bias is None else bias,
-                m,
-                n,
-                k,
-                codes.stride(0),
-                w.stride(0),
-                y.stride(0),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                **constants,
-            )
+        values = (
+            codes,
+            w,
+            y,
+            x.scale,
+            prepared.scale,
+            y if bias is None else bias,
+            m,
+            n,
+            k,
+            codes.stride(0),
+            w.stride(0),
+            y.stride(0),
+        )
+        constants = self.constants(problem, config, facts_of(codes))
+        start(Launch(row_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from anyfp8.device import device_of
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
+from anyfp8.gemm.launch import Launch, facts_of, start
 from anyfp8.gemm.tiles import aligned, launch_guard, same_device, triton_missing
 from anyfp8.gemm.triton_row import POINTER_TYPES
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
@@ -229,14 +229,13 @@ class TritonW8A16(Backend):
     ) -> None:
         from anyfp8.kernels.w8a16_plain import w8a16_plain
 
-        kernel: Any = w8a16_plain
         w, scale = prepared.codes, prepared.scale
         (m, k), n = x.shape, w.shape[0]
         _, _, stride_n, stride_k = _scale_facts(problem.scheme, k)
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
         split = config.split_k
         part = x.new_empty((split, m, n), dtype=torch.float32) if split > 1 else scale
-        kernel[(tiles, split)](
+        values = (
             x,
             w,
             y,
@@ -251,10 +250,10 @@ class TritonW8A16(Backend):
             y.stride(0),
             stride_n,
             stride_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **self.constants(problem, config, device_of(x.device)),
         )
+        constants = self.constants(problem, config, facts_of(x))
+        grid = (tiles, split)
+        start(Launch(w8a16_plain, grid, values, constants, config.num_warps, config.num_stages))
         if split > 1:
             scaled = problem.scheme.weight != "block"
             _sum(part, scale if scaled else None, stride_n, bias, y)
@@ -288,10 +287,10 @@ def _sum(
 ) -> None:
     from anyfp8.kernels.w8a16_plain import sum_parts
 
-    kernel: Any = sum_parts
     parts, m, n = part.shape
     block = 512
-    kernel[(m, -(-n // block))](
+    grid = (m, -(-n // block))
+    values = (
         part,
         y,
         part if scale is None else scale,
@@ -301,10 +300,9 @@ def _sum(
         parts,
         y.stride(0),
         stride_n,
-        SCALE=scale is not None,
-        HAS_BIAS=bias is not None,
-        BLOCK=block,
     )
+    constants = {"SCALE": scale is not None, "HAS_BIAS": bias is not None, "BLOCK": block}
+    start(Launch(sum_parts, grid, values, constants))
 
 
 def _chunked(
@@ -317,7 +315,6 @@ def _chunked(
     """
     from anyfp8.kernels.w8a16_dequantize import dequantize
 
-    kernel: Any = dequantize
     codes, scale, scheme = prepared.codes, prepared.scale, prepared.scheme
     n, k = codes.shape
     rows, group, stride_n, stride_k = _scale_facts(scheme, k)
@@ -325,26 +322,21 @@ def _chunked(
     by_row = _row_scale(scale, scheme, n) if relative else scale
     step = max(16, min(n, _SCRATCH_BYTES // (2 * k)) // 16 * 16)
     scratch = x.new_empty((min(step, n), k))
+    constants = {
+        "SW_ROWS": rows,
+        "SW_GROUP": group,
+        "RELATIVE": relative,
+        "HARDWARE": _converts(facts_of(x)),
+        "BLOCK_N": 16,
+        "BLOCK_K": 256,
+    }
     for first in range(0, n, step):
         last = min(first + step, n)
         w = scratch[: last - first]
-        kernel[(-(-k // 256), -(-(last - first) // 16))](
-            codes,
-            w,
-            scale,
-            by_row,
-            first,
-            last - first,
-            k,
-            stride_n,
-            stride_k,
-            SW_ROWS=rows,
-            SW_GROUP=group,
-            RELATIVE=relative,
-            HARDWARE=_converts(device_of(x.device)),
-            BLOCK_N=16,
-            BLOCK_K=256,
-        )
+        count = last - first
+        values = (codes, w, scale, by_row, first, count, k, stride_n, stride_k)
+        grid = (-(-k // constants["BLOCK_K"]), -(-count // constants["BLOCK_N"]))
+        start(Launch(dequantize, grid, values, constants))
         part_bias = None if bias is None else bias[first:last]
         target = y[:, first:last]
         if relative:
@@ -354,7 +346,7 @@ def _chunked(
         elif part_bias.dtype == x.dtype:
             torch.addmm(part_bias, x, w.t(), out=target)
         else:
-            ones = torch.ones_like(by_row.reshape(-1)[:1]).expand(last - first)
+            ones = torch.ones_like(by_row.reshape(-1)[:1]).expand(count)
             _sum(_product_fp32(x, w)[None], ones, 0, part_bias, target)
 
 
