@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from anyfp8.checkpoint.files import list_tensors, read_header, torch_dtype
@@ -171,3 +173,74 @@ def test_a_dtype_that_is_unknown_is_listed_and_refused_when_read(tmp_path):
     assert found.tensors["x"].dtype == "F4"
     with pytest.raises(CheckpointError, match="F4"):
         found.read("x")
+
+
+def test_large_tensors_are_private_mappings(tmp_path):
+    # an odd length before it, so that the mapping starts inside a page
+    tensors = {"a": torch.arange(99_999).to(torch.uint8), "b": torch.randn(300, 300)}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    before = path.read_bytes()
+    found = list_tensors(tmp_path)
+    for name, expected in tensors.items():
+        tensor = found.read(name)
+        assert torch.equal(tensor, expected)
+        tensor.zero_()
+    assert path.read_bytes() == before
+    assert torch.equal(found.read("b"), tensors["b"])
+
+
+def test_a_file_that_is_cut_after_its_header_was_read_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100_000)}, path)
+    found = list_tensors(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"cannot read a of model\.safetensors"):
+        found.read("a")
+
+
+def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_index(folder, {"a": "../x.safetensors"})
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        list_tensors(folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.text(max_size=4) | st.just("F32"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+ENTRY = st.fixed_dictionaries({"dtype": JSON, "shape": JSON, "data_offsets": JSON}) | JSON
+
+
+@settings(max_examples=300, deadline=None)
+@given(header=st.dictionaries(st.text(max_size=3), ENTRY, max_size=3) | JSON)
+def test_any_header_is_read_or_refused(tmp_path_factory, header):
+    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 8)
+    try:
+        found = read_header(path)
+    except CheckpointError:
+        return
+    assert sum(stored.size for stored in found.values()) == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    save_file(TENSORS, path)
+    content = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(at, len(content)))])
+    try:
+        found = list_tensors(path)
+        for name in found.tensors:
+            found.read(name)
+    except CheckpointError:
+        return

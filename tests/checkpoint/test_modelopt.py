@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from anyfp8.checkpoint import open_checkpoint, read_plan
 from anyfp8.checkpoint.modelopt import layer_tensors, quantization_configs
@@ -260,3 +262,37 @@ def test_a_scheme_without_an_algorithm_names_the_formats_that_hold_it(name):
     with pytest.raises(InputError, match="compressed-tensors") as caught:
         quantization_configs({"m": Scheme.parse(name)}, [])
     assert "w8a8-tensor-static" in caught.value.want
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.sampled_from(["FP8", "lm_head", "re:(", "*"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["m.a", "quant_algo", "name", "num_bits"]), inner)
+    ),
+    max_leaves=6,
+)
+FIELDS = ("quant_algo", "ignore", "exclude_modules", "quantized_layers", "kv_cache_scheme")
+OTHERS = ("kv_cache_quant_algo", "producer", "quantization", "quant_method")
+CONFIG = st.dictionaries(st.sampled_from([*FIELDS, *OTHERS]), JSON)
+
+
+@settings(max_examples=200, deadline=None)
+@given(flat=CONFIG, nested=CONFIG)
+def test_any_config_is_read_or_refused(tmp_path_factory, flat, nested):
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    folder.mkdir(exist_ok=True)
+    weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    scales = {"m.a.weight_scale": torch.tensor(1.0), "m.a.input_scale": torch.tensor(1.0)}
+    save_file({"m.a.weight": weight, **scales}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": flat}))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": nested}))
+    try:
+        plan = read_plan(folder)
+    except CheckpointError:
+        return
+    # one tensor is FP8: a plan that leaves it out would be a wrong model
+    assert list(plan.layers) == ["m.a"]

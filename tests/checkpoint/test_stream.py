@@ -125,6 +125,17 @@ def test_a_tied_lm_head_stays_tied_and_is_listed(make_folder, tmp_path):
     assert "lm_head.weight" not in plan.files
 
 
+def test_stacked_experts_are_reported_and_kept(make_folder, tmp_path):
+    tensors = {
+        "m.proj.weight": torch.randn(8, 16),
+        "m.experts.gate_up_proj": torch.randn(2, 8, 4),
+    }
+    report = quantize_stream(open_source(make_folder(tensors, None)), tmp_path / "out", CHANNEL)
+    assert dict(report.excluded) == {"m.experts.gate_up_proj": "3-D tensor"}
+    kept = open_checkpoint(tmp_path / "out").tensor("m.experts.gate_up_proj")
+    assert torch.equal(kept, tensors["m.experts.gate_up_proj"])
+
+
 def test_biases_are_kept_beside_their_weights(make_folder, tmp_path):
     tensors = {"m.proj.weight": torch.randn(8, 16), "m.proj.bias": torch.randn(8)}
     quantize_stream(open_source(make_folder(tensors, None)), tmp_path / "out", CHANNEL)

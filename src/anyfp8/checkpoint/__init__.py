@@ -1,18 +1,15 @@
 """file -> what each layer is: plans, readers, sources and writers of checkpoints."""
 
-from anyfp8.checkpoint.plan import CheckpointPlan, LayerPlan
 from anyfp8.checkpoint.planner import read_plan
 from anyfp8.checkpoint.reader import Checkpoint, LayerData, merge_layers, open_checkpoint
+from anyfp8.checkpoint.save import save_checkpoint
 from anyfp8.checkpoint.sources import Source, is_quantized, open_source
 from anyfp8.checkpoint.stream import QuantizeReport, quantize_stream
-from anyfp8.checkpoint.writer import CheckpointWriter, check_output
+from anyfp8.checkpoint.writer import check_output
 
 __all__ = [
     "Checkpoint",
-    "CheckpointPlan",
-    "CheckpointWriter",
     "LayerData",
-    "LayerPlan",
     "QuantizeReport",
     "Source",
     "check_output",
@@ -22,4 +19,5 @@ __all__ = [
     "open_source",
     "quantize_stream",
     "read_plan",
+    "save_checkpoint",
 ]

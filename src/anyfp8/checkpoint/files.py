@@ -2,7 +2,7 @@
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, data_offsets)
 and the data. Everything a plan needs is in the headers, so a 70B model is listed in milliseconds;
-a tensor's bytes are read when it is asked for, into memory of its own, and nothing else is.
+a tensor is memory-mapped when it is asked for, alone, and unmapped when it is dropped.
 
 The surprise: real folders are broken more often than not (a cut download, a shard that never came,
 a git-lfs pointer instead of the file), and the header shows it. All of that is checked here, before
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from anyfp8.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 # the limit that the safetensors library itself keeps
 MAX_HEADER_BYTES = 100_000_000
+# below this a read is cheaper than a mapping
+MAP_BYTES = 1 << 16
 
 # safetensors name -> (torch name, bytes); torch versions differ in which of them they have
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -129,7 +133,10 @@ class TensorFiles:
         return name in self.tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own, contiguous, on the CPU.
+        """One tensor, contiguous, on the CPU.
+
+        Large ones are private mappings of their part of the file: writing to them does not reach
+        the file, and their pages may be given back and read again.
 
         Raises:
             CheckpointError: no such tensor, a dtype that torch lacks, or a file cut meanwhile.
@@ -146,27 +153,33 @@ class TensorFiles:
                 want=", ".join(_DTYPES),
             )
         dtype = torch_dtype(stored.dtype)
-        out = torch.empty(stored.size, dtype=torch.uint8)
-        if stored.size:
-            with stored.file.open("rb", buffering=0) as handle:
+        with stored.file.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            # touching a mapping past the end of its file would kill the process
+            if size < stored.start + stored.size:
+                raise CheckpointError(
+                    f"cannot read {stored.name} of {stored.file.name}",
+                    got=f"{size} bytes",
+                    want="the file as it was when its header was read",
+                    hint="is something still writing it?",
+                )
+            aligned = stored.start % _DTYPES[stored.dtype][1] == 0
+            if stored.size >= MAP_BYTES and aligned:
+                raw = _map(handle.fileno(), stored)
+            else:
                 handle.seek(stored.start)
-                _read_into(handle, memoryview(out.numpy()), stored)
-        return out.view(dtype).reshape(stored.shape)
+                raw = torch.empty(stored.size, dtype=torch.uint8)
+                handle.readinto(raw.numpy())
+        return raw.view(dtype).reshape(stored.shape)
 
 
-def _read_into(handle: Any, buffer: memoryview, stored: StoredTensor) -> None:
-    done = 0
-    # one read returns at most 2 GiB on Linux
-    while done < len(buffer):
-        count = handle.readinto(buffer[done:])
-        if not count:
-            raise CheckpointError(
-                f"cannot read {stored.name} of {stored.file.name}",
-                got=f"end of file after {done} of {stored.size} bytes",
-                want="the file as it was when its header was read",
-                hint="is something still writing it?",
-            )
-        done += count
+def _map(descriptor: int, stored: StoredTensor) -> torch.Tensor:
+    skip = stored.start % mmap.ALLOCATIONGRANULARITY
+    # the tensor keeps the mapping alive; a private one is writable, as torch expects
+    mapping = mmap.mmap(
+        descriptor, skip + stored.size, access=mmap.ACCESS_COPY, offset=stored.start - skip
+    )
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=stored.size, offset=skip)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -205,11 +218,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        found = [
-            StoredTensor(name, e["dtype"], tuple(e["shape"]), path, 8 + length + begin, end - begin)
-            for name, e in header.items()
-            for begin, end in [e["data_offsets"]]
-        ]
+        found = [_entry(name, entry, path, 8 + length) for name, entry in header.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{path.name} has a broken safetensors header",
@@ -220,6 +229,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     found.sort(key=lambda stored: (stored.start, stored.size))
     _check_layout(path, found, 8 + length, size)
     return {stored.name: stored for stored in found}
+
+
+def _entry(name: str, entry: Any, path: Path, start: int) -> StoredTensor:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not all(
+        type(i) is int and i >= 0 for i in [*shape, begin, end]
+    ):
+        raise ValueError(f"tensor {name}: {entry}")
+    return StoredTensor(name, dtype, tuple(shape), path, start + begin, end - begin)
 
 
 def _check_layout(path: Path, found: list[StoredTensor], start: int, size: int) -> None:
@@ -313,6 +331,10 @@ def _from_index(path: Path, index: Path) -> TensorFiles:
     tensors: dict[str, StoredTensor] = {}
     unlisted: list[str] = []
     for shard in sorted(set(weight_map.values())):
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise CheckpointError(
+                f"{INDEX} leads out of its folder", got=repr(shard), want="names of files in it"
+            )
         if not (path / shard).is_file():
             lost = [name for name, file in weight_map.items() if file == shard]
             raise CheckpointError(

@@ -37,7 +37,7 @@ class QuantizeReport:
         format, algorithm: of the checkpoint, in the format's own word.
         scheme: name of the layers' scheme.
         layers: names of the quantized linears.
-        excluded: (module, why) of each 2-D weight that stayed in 16 bits.
+        excluded: (module, why) of each weight of two or more dimensions that stayed in 16 bits.
         unmatched_rules: exclude rules that matched nothing.
         bytes_in, bytes_out: of all tensors.
         seconds: wall time.
@@ -136,7 +136,7 @@ def quantize_stream(
 def choose_linears(
     source: Source, exclude: list[str], modules: Iterable[str] | None = None
 ) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """The linears to quantize, (module, why) of other 2-D weights, and rules that matched nothing.
+    """The linears to quantize, (module, why) of other weights, and rules that matched nothing.
 
     Raises:
         InputError: a named module that is no 2-D floating-point weight, or nothing to quantize.
@@ -148,7 +148,10 @@ def choose_linears(
     used: set[str] = set()
     candidates: set[str] = set()
     for spec in source.specs.values():
-        if not spec.name.endswith(".weight") or len(spec.shape) != 2 or spec.dtype not in FLOATS:
+        if spec.dtype not in FLOATS or len(spec.shape) < 2:
+            continue
+        if not spec.name.endswith(".weight") or len(spec.shape) != 2:
+            excluded.append((spec.name.removesuffix(".weight"), f"{len(spec.shape)}-D tensor"))
             continue
         module = spec.name.removesuffix(".weight")
         candidates.add(module)
