@@ -61,8 +61,8 @@ def block_plain(
             a = tl.load(x)
             b = tl.load(w)
         else:
-            a = tl.load(x, mask=ks[None, :] < K - k, other=0)
-            b = tl.load(w, mask=ks[:, None] < K - k, other=0)
+            a = tl.load(x, mask=ks[None, :] < K - k, other=0.0)
+            b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
         scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
         scale_w = tl.load(sw + k // SW_GROUP * stride_swk)
         part = tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)

@@ -47,8 +47,8 @@ def row_plain(
             a = tl.load(x)
             b = tl.load(w)
         else:
-            a = tl.load(x, mask=ks[None, :] < K - k, other=0)
-            b = tl.load(w, mask=ks[:, None] < K - k, other=0)
+            a = tl.load(x, mask=ks[None, :] < K - k, other=0.0)
+            b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
         if PROMOTE:
             # the one form that leaves the short accumulator after each tile on every architecture
             acc += tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
