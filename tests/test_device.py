@@ -174,6 +174,8 @@ class TestCatalogue:
             ("NVIDIA L40", 362, 181, 864, 142),
             ("NVIDIA A100-SXM4-80GB", None, 312, 2039, 108),
             ("NVIDIA GeForce RTX 4090", 330.3, 165.2, 1008, 128),
+            ("NVIDIA H100 NVL", 1670.5, 835.5, 3900, 132),
+            ("NVIDIA B200", 4500, 2250, 7700, 148),
             ("AMD Instinct MI300X", 2614.9, 1307.4, 5300, 304),
         ],
     )
@@ -182,10 +184,64 @@ class TestCatalogue:
         figures = (gpu.fp8_tflops, gpu.bf16_tflops, gpu.bandwidth_gbs, gpu.sms)
         assert figures == (fp8, bf16, bandwidth, sms)
 
-    def test_an_unpublished_figure_is_none(self):
-        gpu = CATALOGUE["NVIDIA L20Y"]
-        assert gpu.arch is ARCHES["sm_90"]
-        assert (gpu.sms, gpu.bandwidth_gbs, gpu.fp8_tflops) == (None, None, None)
+    @pytest.mark.parametrize(
+        ("name", "mhz", "flop"),
+        [
+            # boost clocks of the documents, BF16 FLOP a clock and SM with fp32 accumulation
+            ("NVIDIA A100-SXM4-80GB", 1410, 2048),
+            ("NVIDIA A10", 1695, 1024),
+            ("NVIDIA A40", 1740, 1024),
+            ("NVIDIA GeForce RTX 3090", 1695, 512),
+            ("NVIDIA GeForce RTX 4090", 2520, 512),
+            ("NVIDIA L40S", 2520, 1024),
+            ("NVIDIA L40", 2490, 512),
+            ("NVIDIA RTX 6000 Ada Generation", 2505, 1024),
+            ("NVIDIA H100 80GB HBM3", 1830, 4096),
+            ("NVIDIA GeForce RTX 5090", 2407, 512),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 2617, 1024),
+            ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 2280, 1024),
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 2430, 1024),
+            ("AMD Instinct MI250X", 1700, 1024),
+            ("AMD Instinct MI300X", 2100, 2048),
+            ("AMD Instinct MI355X", 2400, 4096),
+            ("AMD Radeon RX 7900 XTX", 2500, 512),
+            ("AMD Radeon RX 9070 XT", 2970, 1024),
+            ("AMD Radeon AI PRO R9700", 2920, 1024),
+        ],
+    )
+    def test_a_peak_is_units_times_clock_times_rate(self, name, mhz, flop):
+        gpu = CATALOGUE[name]
+        assert gpu.bf16_tflops == pytest.approx(gpu.sms * mhz * flop * 1e-6, rel=0.015)
+
+    @pytest.mark.parametrize(
+        ("name", "reported"),
+        [
+            # what cudaDeviceProp gives
+            ("NVIDIA A100-SXM4-40GB", 41_943_040),
+            ("NVIDIA H100 NVL", 62_914_560),
+            ("NVIDIA GH200 480GB", 62_914_560),
+            ("NVIDIA B200", 132_644_864),
+            ("NVIDIA B300 SXM6 AC", 132_644_864),
+        ],
+    )
+    def test_the_l2_is_what_the_gpu_reports(self, name, reported):
+        assert CATALOGUE[name].l2_bytes == reported
+
+    @pytest.mark.parametrize(
+        ("name", "figures"),
+        [
+            ("NVIDIA L20Y", ("sms", "l2_bytes", "bandwidth_gbs", "fp8_tflops", "bf16_tflops")),
+            ("NVIDIA GB10", ("fp8_tflops", "bf16_tflops")),
+            ("AMD Instinct MI308X", ("fp8_tflops", "bf16_tflops")),
+            ("NVIDIA H20-3e", ("l2_bytes", "bandwidth_gbs")),
+            ("NVIDIA A10G", ("l2_bytes", "bf16_tflops")),
+        ],
+    )
+    def test_an_unpublished_figure_is_none(self, name, figures):
+        assert [getattr(CATALOGUE[name], figure) for figure in figures] == [None] * len(figures)
+
+    def test_the_l20y_is_a_hopper(self):
+        assert CATALOGUE["NVIDIA L20Y"].arch is ARCHES["sm_90"]
 
 
 class TestNames:
