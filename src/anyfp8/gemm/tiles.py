@@ -22,8 +22,9 @@ from anyfp8.problem import DTYPES, Problem
 if TYPE_CHECKING:
     from anyfp8.device import Device
 
-# fp32 accumulators a thread can hold beside the addresses of its loads
+# fp32 accumulators a thread can hold: the register file's limit, and what leaves room for the rest
 _MAX_ACCUMULATORS = 256
+_GOOD_ACCUMULATORS = 128
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class TileBackend(Backend):
             if block_k > 32 and block_k >= 2 * problem.k:
                 continue
             for warps, stages in product((2, 4, 8), (1, 2, 3, 4, 5, 6)):
+                if block_m * block_n > 32 * warps * _GOOD_ACCUMULATORS:
+                    continue
                 config = TileConfig(block_m, block_n, block_k, 8, warps, stages)
                 if self.illegal(config, problem, device) is None:
                     yield config

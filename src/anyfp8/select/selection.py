@@ -9,17 +9,19 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from anyfp8 import gemm
+from anyfp8 import env, gemm
 from anyfp8.device import current_device
 from anyfp8.errors import NoBackend
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.gemm.dequant import DequantConfig
 from anyfp8.problem import Problem, Scheme
 from anyfp8.select.choice import Choice, Plan, Request
+from anyfp8.select.predict import rank
+from anyfp8.select.table import Found, Tables, load_tables
 
 if TYPE_CHECKING:
     from anyfp8.device import Device
@@ -59,7 +61,7 @@ def select(
     problem: Problem,
     device: Device,
     request: Request | None = None,
-    tables: Any = None,
+    tables: Tables | None = None,
     *,
     layout: str | None = None,
     probe: Probe | None = None,
@@ -77,7 +79,7 @@ def select(
        default configuration. 3 to 5 are skipped with `request.tune=False` (the kill switch).
 
     Args:
-        tables: a `select.table.Tables`, or None for no tables.
+        tables: what `load_tables` returns, or None for no tables.
         layout: only backends that read this layout of the weight.
         probe: asks the GPU at hand whether a backend works there; None believes the facts.
 
@@ -138,11 +140,11 @@ def select(
             reasons=refused,
         )
     if request.tune is not False and not request.batch_invariant:
-        found = _tuned(asked, device, willing, tables, refused)
+        found = _tuned(asked, device, willing, tables)
         if found is not None:
-            return chosen(*found)
+            return chosen(found.backend, found.config, found.source, found.reason, found.provenance)
     backend = willing[0]
-    return chosen(backend, backend.default_config(asked, device), "default", _why(backend, refused))
+    return chosen(backend, backend.default_config(asked, device), "default", _why(refused))
 
 
 def plan(
@@ -156,15 +158,19 @@ def plan(
     request: Request | None = None,
     ms: Iterable[int] = M_GRID,
     *,
-    tables: Any = None,
+    tables: Tables | None = None,
     probe: Probe | None = None,
 ) -> Plan:
     """Decide a layer's backends for every M, and the one layout in which its weight is stored.
 
-    The environment is read here. See `select` for the order of precedence and the errors.
+    The environment and, unless `tables` is given, the device's tables are read here. See `select`
+    for the order of precedence and the errors.
     """
-    request = (request or Request()).with_environment()
+    settings = env.snapshot()
+    request = (request or Request()).with_environment(settings)
     probe = probe or _probe_of(device)
+    if tables is None and request.tune and device.vendor != "cpu":
+        tables = load_tables(device, settings)
     base = Problem("linear", scheme, 1, n, k, x_dtype, out_dtype, bias)
     first = select(base, device, request, tables, probe=probe)
     owner = gemm.backend(first.backend)
@@ -190,7 +196,7 @@ def _decide(
     base: Problem,
     device: Device,
     request: Request,
-    tables: Any,
+    tables: Tables | None,
     layout: str,
     probe: Probe | None,
     m: int,
@@ -254,18 +260,25 @@ def _complain(
 
 
 def _tuned(
-    problem: Problem,
-    device: Device,
-    willing: list[Backend],
-    tables: Any,
-    refused: dict[str, str],
-) -> tuple[Backend, Config, str, str, str] | None:
-    if tables is None:
+    problem: Problem, device: Device, willing: list[Backend], tables: Tables | None
+) -> Found | None:
+    """A table's row, else the ranker's first; None leaves it to the default path."""
+    # weight-only is a last resort where the checkpoint's own arithmetic can be had
+    kinds = {backend.kind for backend in willing}
+    if problem.numerics == "scheme" and "w8a8" in kinds:
+        willing = [backend for backend in willing if backend.kind == "w8a8"]
+    found = tables.find(problem, device, willing) if tables is not None else None
+    if found is not None:
+        return found
+    # a few Ms, not each of them, so that few kernels are compiled
+    bucket = next((m for m in M_GRID if m >= problem.m), M_GRID[-1])
+    ranked = rank(replace(problem, m=bucket), device, tuple(willing))
+    if not ranked:
         return None
-    return tables.find(problem, device, willing)
+    best = ranked[0]
+    reason = f"first of the ranker, {best.us:.1f} µs estimated for M={bucket}"
+    return Found(best.backend, best.config, "ranker", reason, "")
 
 
-def _why(backend: Backend, refused: dict[str, str]) -> str:
-    if not refused:
-        return "first in the order of the default path"
-    return "first willing in the order of the default path"
+def _why(refused: dict[str, str]) -> str:
+    return f"first{' willing' if refused else ''} in the order of the default path"

@@ -1,0 +1,187 @@
+"""µs ≈ max(DRAM, L2, matrix units, latency) over waves of tiles: a ranker that measures nothing.
+
+It orders the legal configurations where no table has a row, and the tuner's candidates. Public
+models of this kind come within 5 to 10 % of an exhaustive search; the constants below are fitted to
+`benchmarks/` and to the peers' published figures, and matter only against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from anyfp8.gemm.base import Backend, Config
+from anyfp8.gemm.tiles import TileConfig
+from anyfp8.gemm.triton_w8a16 import W8A16Config
+from anyfp8.problem import Problem
+
+if TYPE_CHECKING:
+    from anyfp8.device import Device
+
+# share of the published figure that a good kernel reaches
+_DRAM_SHARE = 0.85
+_L2_TIMES_DRAM = 2.5
+# µs: start of a kernel, one round trip to DRAM, quantizing a small activation
+_LAUNCH_US = 2.0
+_TRIP_US = 0.9
+# µs: barrier and address arithmetic of one step along K
+_STEP_US = 0.05
+_QUANTIZE_US = 2.0
+
+# share of the roof that torch.scaled_mm reaches by M, on SM90 (H200, torch 2.11, this library's
+# protocol); per-token by per-channel, per-tensor, 128x128 blocks
+_LIBRARY_SHARE = {
+    "row": ((128, 0.42), (256, 0.54), (512, 0.64), (1024, 0.82), (1 << 40, 0.92)),
+    "tensor": ((128, 0.60), (256, 0.72), (512, 0.83), (1024, 0.84), (1 << 40, 0.88)),
+    "block": ((128, 0.38), (256, 0.54), (512, 0.56), (1024, 0.73), (1 << 40, 0.76)),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One configuration and its estimated time."""
+
+    us: float
+    backend: Backend
+    config: Config
+
+
+@lru_cache(maxsize=4096)
+def rank(
+    problem: Problem, device: Device, willing: tuple[Backend, ...], per_backend: int = 1
+) -> tuple[Prediction, ...]:
+    """The best predictions first; empty where the device's figures are not known.
+
+    Args:
+        willing: backends to rank; those without a model are left out.
+        per_backend: how many configurations of each to return.
+    """
+    if not (device.sms and device.bandwidth_gbs and device.bf16_tflops):
+        return ()
+    found: list[Prediction] = []
+    for backend in willing:
+        mine = sorted(_predictions(problem, device, backend), key=lambda p: p.us)
+        found += mine[:per_backend]
+    return tuple(sorted(found, key=lambda p: p.us))
+
+
+def _predictions(problem: Problem, device: Device, backend: Backend) -> Iterator[Prediction]:
+    if backend.name == "torch_scaled_mm":
+        config = backend.default_config(problem, device)
+        yield Prediction(_library_us(problem, device), backend, config)
+        return
+    if backend.config_class not in (TileConfig, W8A16Config):
+        return
+    for config in backend.configs(problem, device):
+        us = _tile_us(problem, device, config)
+        if us is not None:
+            yield Prediction(us, backend, config)
+
+
+def _quantize_us(problem: Problem, device: Device) -> float:
+    if problem.op != "linear":
+        return 0.0
+    return _QUANTIZE_US + 3 * problem.m * problem.k / _bytes_per_us(device)
+
+
+def _library_us(problem: Problem, device: Device) -> float:
+    scheme = problem.scheme
+    recipe = "block" if scheme.block else "row"
+    if (scheme.weight, scheme.activation) == ("tensor", "tensor"):
+        recipe = "tensor"
+    share = next(s for m, s in _LIBRARY_SHARE[recipe] if problem.m <= m)
+    m, n, k = problem.m, problem.n, problem.k
+    memory = (n * k + m * k + 2 * m * n) / _bytes_per_us(device) * _DRAM_SHARE
+    math_us = 2 * m * n * k / ((device.fp8_tflops or 0) * 1e6 or math.inf)
+    return max(memory, math_us) / share + _LAUNCH_US / 2 + _quantize_us(problem, device)
+
+
+def _tile_us(problem: Problem, device: Device, config: Config) -> float | None:
+    if isinstance(config, W8A16Config):
+        return _w8a16_us(problem, device, config)
+    assert isinstance(config, TileConfig)
+    native = "wgmma" not in device.arch.features or config.block_m >= 64
+    # below 64 rows Hopper multiplies FP8 as fp16
+    peak = (device.fp8_tflops or 0) if native else (device.bf16_tflops or 0)
+    if not peak:
+        return None
+    share = 0.75 if config.block_m * config.block_n >= 16384 else 0.55
+    share *= 0.9 if problem.accumulate == "fp32_128" else 1.0
+    shape = (config.block_m, config.block_n, config.block_k)
+    us = _streamed_us(
+        problem,
+        device,
+        shape,
+        config.num_stages,
+        config.num_warps,
+        config.smem_bytes(device),
+        peak * share,
+    )
+    return us + _quantize_us(problem, device)
+
+
+def _w8a16_us(problem: Problem, device: Device, config: W8A16Config) -> float:
+    m, n, k = problem.m, problem.n, problem.k
+    peak = device.bf16_tflops or 1.0
+    if config.how == "chunked":
+        moved = 3 * n * k / _bytes_per_us(device)
+        return moved + 2 * m * n * k / (0.75e6 * peak) + 2 * _LAUNCH_US
+    shape = (config.block_m, config.block_n, config.block_k)
+    us = _streamed_us(
+        problem,
+        device,
+        shape,
+        config.num_stages,
+        config.num_warps,
+        config.smem_bytes(device),
+        0.45 * peak,
+        config.split_k,
+        2,
+    )
+    if config.split_k > 1:
+        us += _LAUNCH_US + 4 * config.split_k * m * n * 2 / _bytes_per_us(device)
+    return us
+
+
+def _streamed_us(
+    problem: Problem,
+    device: Device,
+    shape: tuple[int, int, int],
+    stages: int,
+    warps: int,
+    smem: int,
+    tflops: float,
+    split: int = 1,
+    x_bytes: int = 1,
+) -> float:
+    """Time of a kernel whose tiles stream operands through a pipeline of `stages`."""
+    m, n, k = problem.m, problem.n, problem.k
+    block_m, block_n, block_k = shape
+    sms = device.sms or 1
+    tiles = -(-m // block_m) * -(-n // block_n) * split
+    per_sm = max(1, min(device.shared_memory // max(smem, 1), 48 // warps, 8))
+    steps = -(-k // (block_k * split))
+    tile_bytes = (block_m * x_bytes + block_n) * block_k
+    dram = (n * k + x_bytes * m * k + 2 * m * n) / _bytes_per_us(device)
+    # one step of one tile, alone on its SM
+    arithmetic = 2 * block_m * block_n * block_k * sms / (tflops * 1e6)
+    through_l2 = tile_bytes * sms / (_bytes_per_us(device) * _L2_TIMES_DRAM)
+    # a pipeline brings at most its depth of steps in one round trip
+    trip = _TRIP_US / max(stages - 1, 1)
+
+    def wave(resident: int) -> float:
+        moving, working = max(through_l2 * resident, trip), arithmetic * resident
+        # without a pipeline a tile waits for its operands; its neighbours may work meanwhile
+        step = max(moving, working) if stages > 1 else max(moving, working) + moving / resident
+        return steps * (step + _STEP_US)
+
+    full, rest = divmod(tiles, sms * per_sm)
+    busy = full * wave(per_sm) + (wave(-(-rest // sms)) if rest else 0.0)
+    return max(dram, busy) + _LAUNCH_US + _TRIP_US
+
+
+def _bytes_per_us(device: Device) -> float:
+    return (device.bandwidth_gbs or 1.0) * 1e3 * _DRAM_SHARE

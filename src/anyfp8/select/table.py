@@ -1,0 +1,374 @@
+"""(device, problem) → the best measured backend and configuration: tuned tables.
+
+One JSON Lines file a device: a header with the device's facts and how it was measured, then rows:
+one for each backend of ours, one for the default path, some for peers, with µs where measured. The
+winner is derived when a row is looked up, among the backends that are willing then.
+
+The surprise: a row may say "default". It was measured too, and keeps a neighbour's tile from being
+taken for an M where the default path is faster.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from anyfp8 import env, gemm
+from anyfp8.device import CATALOGUE, Device, find_device, sibling
+from anyfp8.errors import InputError, TableError
+from anyfp8.gemm.base import Backend, Config
+from anyfp8.problem import Problem
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+ROLES = ("ours", "default", "peer")
+
+# a backend of ours must beat the default path by more than this to be taken
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line of a table.
+
+    Attributes:
+        device: canonical name. source: where the figures come from. date: ISO.
+        facts: sms, shared_memory, l2_bytes, bandwidth_gbs, torch, triton, driver, anyfp8, method, …
+    """
+
+    device: str
+    source: str = ""
+    date: str = ""
+    facts: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def provenance(self) -> str:
+        return ", ".join(part for part in (self.device, self.source, self.date) if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {"format": FORMAT, "device": self.device, "source": self.source, "date": self.date}
+        return head | dict(self.facts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured (or imported) point.
+
+    Attributes:
+        op, scheme, x_dtype, out_dtype, accumulate, n, k, m: its key; scheme by canonical name.
+        backend: its name; of the default path the backend that it was, "" where nobody recorded it.
+        role: "ours", "default" or "peer".
+        config: of the backend, as stored; None for roles without one.
+        us: time of one call, or None for imported rows.
+        extra: fields that this version does not know; written back as they were.
+    """
+
+    scheme: str
+    n: int
+    k: int
+    m: int
+    backend: str = ""
+    role: str = "ours"
+    config: tuple[tuple[str, Any], ...] | None = None
+    us: float | None = None
+    op: str = "gemm"
+    x_dtype: str = "bf16"
+    out_dtype: str = "bf16"
+    accumulate: str = "fast"
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two rows of one measurement share but the backend."""
+        return (*self.group, self.m)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        x_dtype = self.x_dtype if self.op == "linear" else ""
+        return (self.op, self.scheme, x_dtype, self.out_dtype, self.accumulate, self.n, self.k)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = (
+            "op",
+            "scheme",
+            "x_dtype",
+            "out_dtype",
+            "accumulate",
+            "n",
+            "k",
+            "m",
+            "backend",
+            "role",
+        )
+        row: dict[str, Any] = {name: getattr(self, name) for name in names}
+        row["config"] = None if self.config is None else dict(self.config)
+        row["us"] = self.us
+        return row | dict(self.extra)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A header and its rows; of rows with one key, backend and role the last one counts."""
+
+    header: Header
+    rows: tuple[Row, ...]
+    path: str = ""
+    _groups: dict[tuple[Any, ...], dict[int, list[Row]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def group(self, key: tuple[Any, ...]) -> dict[int, list[Row]]:
+        """The rows of a group by M."""
+        if not self._groups and self.rows:
+            latest = {(row.key, row.backend, row.role): row for row in self.rows}
+            for row in latest.values():
+                self._groups.setdefault(row.group, {}).setdefault(row.m, []).append(row)
+        return self._groups.get(key, {})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look-up answers; `config` None means the backend's default."""
+
+    backend: Backend
+    config: Config
+    source: str
+    reason: str
+    provenance: str
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables that apply to a device, in order: the user's, then the shipped one.
+
+    Attributes:
+        tables: (source, table), source "user table" or "shipped table".
+        borrowed: name of the sibling whose tables these are, or "".
+    """
+
+    device: Device
+    tables: tuple[tuple[str, Table], ...]
+    borrowed: str = ""
+
+    def find(self, problem: Problem, device: Device, willing: list[Backend]) -> Found | None:
+        """The winner for a problem among the willing backends, or None where no row applies."""
+        for source, table in self.tables:
+            for key in _groups_of(problem):
+                by_m = table.group(key)
+                m = nearest_m(by_m, problem.m)
+                if m is None:
+                    continue
+                found = self._winner(by_m[m], problem, device, willing)
+                if found is None:
+                    continue
+                backend, config, what = found
+                lender = f" of {self.borrowed}" if self.borrowed else ""
+                reason = f"the row of M={m}{lender} says {what}"
+                return Found(backend, config, source, reason, table.header.provenance)
+        if self.tables or problem.n * problem.k > 1:
+            _say_once(
+                f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
+                f"{device.name}: the ranker decides; {file_name(device.name)} in ANYFP8_TABLE_DIR "
+                f"would be read, `anyfp8 tune {problem.n}x{problem.k}` writes it"
+            )
+        return None
+
+    def _winner(
+        self, rows: list[Row], problem: Problem, device: Device, willing: list[Backend]
+    ) -> tuple[Backend, Config, str] | None:
+        by_name = {backend.name: backend for backend in willing}
+        for row in ranked(rows, tuple(by_name), willing[0].name):
+            backend = by_name[row.backend]
+            config = usable(row, backend, problem, device)
+            if config is not None:
+                return backend, config, backend.name
+        if all(row.role != "default" for row in rows):
+            return None
+        backend = willing[0]
+        return backend, backend.default_config(problem, device), "default"
+
+
+def ranked(rows: Iterable[Row], backends: tuple[str, ...], default: str = "") -> list[Row]:
+    """The rows of these backends that beat the default path, fastest first.
+
+    Args:
+        rows: of one key. default: the default path's backend here; its µs count only if it is the
+            one that was measured (or the row does not say which that was).
+    """
+    rows = list(rows)
+    limit = None
+    for row in rows:
+        if row.role == "default" and default in ("", row.backend):
+            limit = row.us
+    mine = [row for row in rows if row.role != "default" and row.backend in backends]
+    if limit is not None:
+        mine = [row for row in mine if row.us is None or row.us <= limit * (1 - MARGIN)]
+    return sorted(mine, key=lambda row: 0.0 if row.us is None else row.us)
+
+
+def winner_of(rows: Iterable[Row], backends: tuple[str, ...]) -> Row | None:
+    """The fastest row of these backends, or None where the default path won."""
+    return next(iter(ranked(rows, backends)), None)
+
+
+def usable(row: Row, backend: Backend, problem: Problem, device: Device) -> Config | None:
+    """A row's configuration as it can run here, lowered if it must be; one log line if it is."""
+    if row.config is None:
+        return backend.default_config(problem, device)
+    try:
+        config = backend.config_class.from_dict(dict(row.config))
+    except (InputError, TypeError) as error:
+        _say_once(f"a row for {backend.name} is not read: {error}")
+        return None
+    why = backend.illegal(config, problem, device)
+    if why is None:
+        return config
+    low = backend.lowered(config, problem, device)
+    what = "dropped" if low is None else f"lowered to {low}"
+    _say_once(f"{config} for M={row.m} N={row.n} K={row.k} is {what} on {device.name}: it {why}")
+    return low
+
+
+def nearest_m(ms: Iterable[int], m: int) -> int | None:
+    """The M whose row serves m: nearest within a factor of 4, ties to the smaller.
+
+    Above the largest row the largest serves; None where nothing is near.
+    """
+    known = sorted(ms)
+    if not known:
+        return None
+    if m >= known[-1]:
+        return known[-1]
+    near = [have for have in known if have <= 4 * m and m <= 4 * have]
+    return min(near, key=lambda have: (abs(have - m), have)) if near else None
+
+
+def _groups_of(problem: Problem) -> Iterator[tuple[Any, ...]]:
+    # time with quantization decides for a linear; without such rows the product's own time does
+    for op in dict.fromkeys((problem.op, "gemm")):
+        x_dtype = problem.x_dtype if op == "linear" else ""
+        scheme = problem.scheme.name
+        tail = (problem.out_dtype, problem.accumulate, problem.n, problem.k)
+        yield (op, scheme, x_dtype, *tail)
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)
+
+
+def load_tables(device: Device, snapshot: env.Snapshot | None = None) -> Tables:
+    """The user's and the shipped tables for a device, or for its sibling.
+
+    Raises:
+        TableError: a file that is there cannot be read.
+        DeviceError: ANYFP8_TABLE_DEVICE is unknown.
+    """
+    settings = env.snapshot() if snapshot is None else snapshot
+    folder = str(settings["ANYFP8_TABLE_DIR"])
+    named = str(settings["ANYFP8_TABLE_DEVICE"])
+    name = find_device(named).name if named else device.name
+    found = _tables_of(name, folder)
+    if found or named:
+        return Tables(device, found, name if named and name != device.name else "")
+    other = sibling(device, [n for n in CATALOGUE if _tables_of(n, folder)])
+    return Tables(device, _tables_of(other, folder) if other else (), other or "")
+
+
+def _tables_of(name: str, folder: str) -> tuple[tuple[str, Table], ...]:
+    tables = []
+    if folder:
+        path = Path(folder) / file_name(name)
+        if path.is_file():
+            tables.append(("user table", _read_cached(path, path.stat().st_mtime_ns)))
+    shipped = shipped_path(name)
+    if shipped.is_file():
+        tables.append(("shipped table", _read_cached(shipped, 0)))
+    return tuple(tables)
+
+
+def file_name(device_name: str) -> str:
+    """`nvidia_l40s.jsonl` of "NVIDIA L40S"."""
+    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".jsonl"
+
+
+def shipped_folder() -> Path:
+    return Path(str(resources.files("anyfp8.select"))) / "tables"
+
+
+def shipped_path(device_name: str) -> Path:
+    return shipped_folder() / file_name(device_name)
+
+
+@cache
+def _read_cached(path: Path, modified: int) -> Table:
+    return read_table(path)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table. Raises TableError: names the file and the line."""
+    from anyfp8.select.schema import header_of, row_of
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TableError(f"cannot read the table {path}", got=str(error)) from error
+    header: Header | None = None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            if header is None:
+                header = header_of(values)
+            else:
+                rows.append(row_of(values))
+        except ValueError as error:
+            # a killed run may leave half a last line: the rows before it are good
+            if number == len(lines) and header is not None and not isinstance(error, InputError):
+                log.warning("the last line of %s is cut short and left out", path)
+                continue
+            raise TableError(
+                f"cannot read the table {path}",
+                got=f"line {number}: {error}",
+                want=f"a header of format {FORMAT}, then rows",
+                hint=f"anyfp8 tables check {path}",
+            ) from error
+    if header is None:
+        raise TableError(f"the table {path} is empty", want="a header line")
+    return Table(header, tuple(rows), str(path))
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write a table in one piece: into a file beside it, then renamed."""
+    lines = [table.header.to_dict(), *(row.to_dict() for row in table.rows)]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Add one row at the end; the file must have its header."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
+
+
+def merged(old: Table, new: Iterable[Row]) -> Table:
+    """`old` with rows added; a new row replaces the one of the same key, backend and role."""
+    rows = {(row.key, row.backend, row.role): row for row in (*old.rows, *new)}
+    return replace(old, rows=tuple(rows.values()), _groups={})
+
+
+def known_backend(name: str) -> bool:
+    return name in {backend.name for backend in gemm.backends()}

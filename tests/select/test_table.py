@@ -1,0 +1,292 @@
+"""Tables: the M rule, winners, siblings, lowering, reading and writing, and the engines' files."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+from anyfp8 import gemm
+from anyfp8.device import find_device
+from anyfp8.errors import TableError
+from anyfp8.gemm.tiles import TileConfig
+from anyfp8.integrations import sglang_tables
+from anyfp8.problem import Problem, Scheme
+from anyfp8.select import Request, plan, select
+from anyfp8.select import table as tables
+from anyfp8.select.table import Header, Row, Table, Tables, nearest_m
+
+ROW = Scheme("channel", "token", True)
+L40S = find_device("NVIDIA L40S")
+H200 = find_device("NVIDIA H200")
+A = {"block_m": 64, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 3}
+B = A | {"block_m": 128}
+C = A | {"block_n": 128}
+
+
+def row(m, config=None, us=None, **more):
+    config = None if config is None else tuple(config.items())
+    backend = "triton_row" if config is not None else ""
+    values = {"backend": backend, "role": "ours" if config else "default"} | more
+    return Row(ROW.name, 6144, 4096, m, config=config, us=us, **values)
+
+
+def tables_of(device, *rows):
+    return Tables(device, (("user table", Table(Header(device.name, "hand", "2026-01-01"), rows)),))
+
+
+def problem(m, **more):
+    return Problem("linear", ROW, m, 6144, 4096, **more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "m", "want"),
+    [
+        ((2048, 3072, 4096), 1, None),
+        ((2048, 3072, 4096), 16, None),
+        ((2048, 3072, 4096), 2560, 2048),
+        ((2048, 3072, 4096), 4096, 4096),
+        ((2048, 3072, 4096), 100000, 4096),
+        ((1, 1024), 512, 1024),
+        ((1, 1024), 4, 1),
+        ((1, 1024), 5, None),
+        ((), 5, None),
+    ],
+)
+def test_nearest_row_within_a_factor_of_four_serves(rows, m, want):
+    assert nearest_m(rows, m) == want
+
+
+def test_sparse_table_leaves_far_ms_to_the_ranker_and_serves_the_rest():
+    found = tables_of(L40S, row(2048, A), row(3072, B), row(4096, C))
+    for m, config in ((2560, A), (4096, C), (100000, C)):
+        choice = select(problem(m), L40S, Request(), found)
+        assert choice.source == "user table"
+        assert choice.config == TileConfig(**config)
+        assert "hand" in choice.provenance
+    for m in (1, 16):
+        assert select(problem(m), L40S, Request(), found).source == "ranker"
+
+
+def test_a_default_row_gives_the_default_path_and_keeps_neighbours_away():
+    found = tables_of(L40S, row(64, A), row(128))
+    choice = select(problem(128), L40S, Request(), found)
+    untuned = select(problem(128), L40S, Request(tune=False))
+    assert choice.source == "user table"
+    assert (choice.backend, choice.config) == (untuned.backend, untuned.config)
+
+
+def test_the_kill_switch_restores_the_default_path():
+    found = tables_of(L40S, row(64, A))
+    choice = select(problem(64), L40S, Request(tune=False), found)
+    assert choice.source == "default"
+    assert choice == replace(select(problem(64), L40S, Request(tune=False)), reason=choice.reason)
+
+
+def test_the_fastest_willing_backend_wins_if_it_beats_the_default_path_by_the_margin():
+    tile = tuple(A.items())
+    peer = Row(ROW.name, 6144, 4096, 64, "deep_thought", "peer", None, 1.0)
+    default = Row(ROW.name, 6144, 4096, 64, "torch_scaled_mm", "default", None, 10.0)
+    ours = Row(ROW.name, 6144, 4096, 64, "triton_row", "ours", tile, 9.0)
+    choice = select(problem(64), H200, Request(), tables_of(H200, peer, default, ours))
+    assert choice.backend == "triton_row"
+    slower = replace(ours, us=9.9)
+    choice = select(problem(64), H200, Request(), tables_of(H200, peer, default, slower))
+    assert (choice.backend, choice.source) == ("torch_scaled_mm", "user table")
+
+
+def test_the_last_of_two_rows_with_one_key_counts():
+    found = tables_of(L40S, row(64, A), row(64, B))
+    assert select(problem(64), L40S, Request(), found).config == TileConfig(**B)
+
+
+def test_rows_of_one_accumulate_mode_never_serve_another():
+    found = tables_of(L40S, row(64, A))
+    promoted = select(problem(64), L40S, Request(accumulate="fp32_128"), found)
+    assert promoted.source == "ranker"
+    assert promoted.accumulate == "fp32_128"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA GeForce RTX 5090", "AMD Instinct MI300X"])
+def test_a_hopper_row_is_lowered_elsewhere_with_one_log_line(name, caplog):
+    device = find_device(name)
+    big = {"block_m": 128, "block_n": 256, "block_k": 128, "num_warps": 8, "num_stages": 4}
+    assert TileConfig(**big).smem_bytes(H200) == 196_608
+    tables._say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            choice = select(problem(4096), device, Request(), tables_of(device, row(4096, big)))
+    assert choice.source == "user table"
+    assert gemm.backend(choice.backend).illegal(choice.config, problem(4096), device) is None
+    assert choice.config.num_stages < 4 or choice.config.block_n < 256
+    assert len([r for r in caplog.records if "lowered" in r.message]) == 1
+
+
+def test_an_over_limit_row_is_lowered_on_its_own_gpu():
+    big = {"block_m": 128, "block_n": 256, "block_k": 128, "num_warps": 8, "num_stages": 5}
+    choice = select(problem(4096), H200, Request(), tables_of(H200, row(4096, big)))
+    assert choice.config == TileConfig(**(big | {"num_stages": 4}))
+
+
+def test_a_table_in_the_users_folder_comes_before_the_shipped_one(tmp_path, monkeypatch):
+    table = Table(Header(L40S.name, "mine", "2026-02-02"), (row(1, B),))
+    tables.write_table(tmp_path / tables.file_name(L40S.name), table)
+    shipped = plan(ROW, 6144, 4096, L40S).choice(1)
+    assert (shipped.source, shipped.config.block_k) == ("shipped table", 1024)
+    monkeypatch.setenv("ANYFP8_TABLE_DIR", str(tmp_path))
+    mine = plan(ROW, 6144, 4096, L40S)
+    assert mine.choice(1).source == "user table"
+    # the user's one row serves every M: above its largest row a table answers always
+    assert {c.source for _, c in mine.choices} == {"user table"}
+
+
+def test_another_devices_tables_serve_when_named(monkeypatch):
+    assert plan(ROW, 6144, 4096, H200).choice(1).source == "ranker"
+    monkeypatch.setenv("ANYFP8_TABLE_DEVICE", "NVIDIA L40S")
+    choice = plan(ROW, 6144, 4096, H200).choice(1)
+    assert choice.source == "shipped table"
+    assert "NVIDIA L40S" in choice.reason
+
+
+def test_a_sibling_lends_its_table_and_is_named(tmp_path, monkeypatch):
+    a100, a800 = find_device("NVIDIA A100-SXM4-80GB"), find_device("NVIDIA A800-SXM4-80GB")
+    config = (("how", "fused"), ("block_m", 16), ("block_n", 128), ("num_stages", 3))
+    mine = Row(
+        "w8a16-channel", 6144, 4096, 16, "triton_w8a16", config=config, accumulate="fp32_128"
+    )
+    tables.write_table(tmp_path / tables.file_name(a100.name), Table(Header(a100.name), (mine,)))
+    monkeypatch.setenv("ANYFP8_TABLE_DIR", str(tmp_path))
+    choice = plan(Scheme("channel"), 6144, 4096, a800).choice(16)
+    assert choice.source == "user table"
+    assert a100.name in choice.reason
+    assert choice.config.block_n == 128
+
+
+def test_a_missing_table_is_said_once_and_names_the_file_and_the_command(caplog):
+    tables._say_once.cache_clear()
+    device = find_device("NVIDIA H100 80GB HBM3")
+    with caplog.at_level(logging.INFO):
+        for _ in range(61):
+            plan(ROW, 2112, 7168, device)
+    said = [r.message for r in caplog.records if "no tuned row" in r.message]
+    assert len(said) == 1
+    assert "nvidia_h100_80gb_hbm3.jsonl" in said[0]
+    assert "anyfp8 tune 2112x7168" in said[0]
+
+
+def test_unknown_fields_and_schemes_survive_a_round_trip(tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = [
+        {"format": 1, "device": "NVIDIA L40S", "source": "s", "date": "d", "clocks": [1, 2]},
+        row(64, A, 5.0).to_dict() | {"runner_up": "x"},
+        {"op": "gemm", "scheme": "nvfp4-future", "n": 1, "k": 2, "m": 3, "backend": "new"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = tables.read_table(path)
+    tables.write_table(path, table)
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert again[0]["clocks"] == [1, 2]
+    assert again[1]["runner_up"] == "x"
+    assert again[2]["scheme"] == "nvfp4-future"
+    assert tables.read_table(path) == replace(table)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"format": 2, "device": "x"}', "format 2"),
+        ('{"device": "x"}', "format"),
+        ('{"format": 1, "device": "x"}\n{"scheme": "a", "n": 0, "k": 1, "m": 1}\n{}', "line 2"),
+        ('{"format": 1, "device": "x"}\n{"scheme": "a", "n": "9", "k": 1, "m": 1}', "n:"),
+        (
+            '{"format": 1, "device": "x"}\nnot json\n{"scheme": "a", "n": 1, "k": 1, "m": 1}',
+            "line 2",
+        ),
+        ("", "empty"),
+    ],
+)
+def test_a_broken_table_is_refused_by_file_and_line(tmp_path, line, what):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(line)
+    with pytest.raises(TableError, match=r"broken\.jsonl") as caught:
+        tables.read_table(path)
+    assert what in str(caught.value)
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "t.jsonl"
+    tables.write_table(path, Table(Header("NVIDIA L40S"), (row(1, A), row(2, B))))
+    path.write_text(path.read_text()[:-20])
+    assert [r.m for r in tables.read_table(path).rows] == [1]
+
+
+def test_shipped_l40s_rows_are_those_that_were_published(published_l40s):
+    table = tables.read_table(tables.shipped_path("NVIDIA L40S"))
+    files = sglang_tables.export(table)
+    assert len(files) == 4
+    for n, k, m, config in published_l40s:
+        name = f"N={n},K={k},device_name=NVIDIA_L40S,dtype=fp8_w8a8_channelwise.json"
+        assert files[name][m] == config
+    assert all(len(configs) == 17 for configs in files.values())
+    assert sum(c is None for configs in files.values() for c in configs.values()) == 3
+
+
+@pytest.fixture
+def published_l40s():
+    def tile(m, n, k, warps, stages):
+        sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
+        return sizes | {"num_warps": warps, "num_stages": stages}
+
+    return (
+        (24576, 4096, 1, tile(16, 16, 1024, 2, 2)),
+        (24576, 4096, 192, tile(256, 64, 256, 8, 1)),
+        (24576, 4096, 512, None),
+        (24576, 4096, 2048, None),
+        (24576, 4096, 8192, tile(256, 128, 128, 8, 2)),
+        (4096, 12288, 4, tile(16, 32, 1024, 4, 3)),
+    )
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_engine_files_survive_a_round_trip(tmp_path, engine):
+    scheme = Scheme("block", "group", True, block=(128, 128), group=128)
+    tile = TileConfig(64, 128, 128, 32, 4, 3)
+    rows = (
+        Row(scheme.name, 2112, 7168, 64, "triton_block", config=tuple(tile.to_dict().items())),
+        row(64, A),
+        row(128),
+    )
+    files = sglang_tables.export(Table(Header("NVIDIA H200"), rows), engine)
+    space = " " if engine == "sglang" else ""
+    block = (
+        f"N=2112,K=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,{space}128].json"
+    )
+    assert files[block] == {
+        64: {
+            "BLOCK_SIZE_M": 64,
+            "BLOCK_SIZE_N": 128,
+            "BLOCK_SIZE_K": 128,
+            "GROUP_SIZE_M": 32,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+    }
+    [back] = sglang_tables.read_files(sglang_tables.write_files(files, tmp_path))
+    assert back.header.device == "NVIDIA H200"
+    assert sglang_tables.export(back, engine) == files
+
+
+def test_sglang_lookups_use_the_plainly_nearest_m(monkeypatch):
+    assert sglang_tables.get_w8a8_channelwise_fp8_configs(24576, 4096) is None
+    monkeypatch.setenv("ANYFP8_DEVICE_NAME", "NVIDIA L40S")
+    configs = sglang_tables.get_w8a8_channelwise_fp8_configs(24576, 4096)
+    assert len(configs) == 17
+    look = sglang_tables.get_w8a8_channelwise_fp8_config
+    assert look(24576, 4096, 1) == configs[1]
+    assert look(24576, 4096, 3) == configs[2]
+    assert look(24576, 4096, 700) is None
+    assert look(24576, 4096, 10**6) == configs[8192]
+    assert look(1, 1, 1) is None
+    assert sglang_tables.get_w8a8_block_fp8_configs(24576, 4096, 128, 128) is None
+    monkeypatch.setenv("SGLANG_ENABLE_FP8_GEMM_CONFIG_TUNE", "0")
+    assert sglang_tables.get_w8a8_channelwise_fp8_configs(24576, 4096) is None
