@@ -41,8 +41,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 def _layer(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     plan = checkpoint.plan.layers[name]
-    scale = checkpoint.tensor(plan.weight_scale).float() if plan.weight_scale else None
-    static = checkpoint.tensor(plan.input_scale) if plan.input_scale else None
+    scale, static = checkpoint.weight_scale(name), checkpoint.input_scale(name)
     return {
         "name": name,
         "scheme": plan.scheme.name,
@@ -50,8 +49,8 @@ def _layer(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "weight_scale": {
             "tensor": plan.weight_scale,
             "stored": f"{plan.scale_dtype} {list(plan.scale_shape)}",
-            "min": 1.0 if scale is None else float(scale.min()),
-            "max": 1.0 if scale is None else float(scale.max()),
+            "min": float(scale.min()),
+            "max": float(scale.max()),
         },
         "input_scale": None if static is None else float(static),
         "bias": plan.bias is not None,
