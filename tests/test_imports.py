@@ -29,10 +29,11 @@ MAY_IMPORT = {
     # checkpoint only for its ignore rules
     "linear": ("facts", "checkpoint", "kernels", "quantize", "gemm", "select"),
     "testing": ("facts", "kernels", "quantize", "gemm", "select", "linear"),
+    "testing_gemm": ("facts", "kernels", "quantize", "gemm", "select", "linear", "testing"),
     "integrations": (*("facts", "checkpoint", "kernels", "quantize", "gemm", "select", "linear"),),
     "tools": (
         *("facts", "checkpoint", "kernels", "quantize", "gemm", "select", "linear"),
-        *("integrations", "testing"),
+        *("integrations", "testing", "testing_gemm"),
     ),
     "cli": ("facts", "tools"),
     "__main__": ("cli",),

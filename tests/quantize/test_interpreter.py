@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 def run(*arguments):
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-x", *arguments]
+    command = [sys.executable, "-m", "pytest", str(FOLDER), "-x", *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, cwd=FOLDER.parents[2]
     )
