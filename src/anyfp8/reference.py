@@ -86,6 +86,30 @@ def quantize_per_group(
     return _quantize_blocks(x, (1, group), ue8m0, fmt, eps)
 
 
+def quantize_mla_per_group(
+    x: torch.Tensor,
+    group: int = 128,
+    pad_rows_to: int = 256,
+    ue8m0: bool = False,
+    fmt: fp8.Format = fp8.E4M3FN,
+    eps: float = fp8.AMAX_FLOOR,
+) -> tuple[QTensor, torch.Tensor]:
+    """[batch, tokens, K] in rows padded for a masked grouped GEMM, and its masked_m [batch] int32.
+
+    Data [batch, padded, K] and scale [batch, padded, K/group], whose rows are the fastest axis.
+    Rows past masked_m are 0 with scale 1 here; kernels leave anything there.
+    """
+    batch, m, k = x.shape
+    q = quantize_per_group(x, group, ue8m0, fmt, eps)
+    padded = -(-m // pad_rows_to) * pad_rows_to
+    codes = torch.zeros((batch, padded, k), dtype=torch.uint8, device=x.device)
+    codes[:, :m] = q.codes
+    scale = empty_scale((batch, padded), q.scale.shape[-1], "column", x.device).fill_(1)
+    scale[:, :m] = q.scale
+    counts = torch.full((batch,), m, dtype=torch.int32, device=x.device)
+    return QTensor(_typed(codes, fmt), scale, (1, group), fmt), counts
+
+
 def quantize_block(
     w: torch.Tensor,
     block: tuple[int, int] = (128, 128),
@@ -181,9 +205,22 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, fp32, rounded to x's dtype."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, fp32, rounded to x's dtype.
+
+    The one function here whose last bit depends on an order of summation: kernels give the bytes of
+    their own norm, which is this one to within a unit in the last place of x's dtype.
+    """
     f = x.float()
-    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    # through fp64, so that the root is correctly rounded: torch's fp32 one is an ulp off for one
+    # value in five on x86 (torch 2.13), and torch.rsqrt is approximate on a GPU
+    root = torch.sqrt((f.square().mean(-1, keepdim=True) + eps).double()).float()
+    inverse_rms = torch.ones((), dtype=torch.float32, device=x.device) / root
+    return (f * inverse_rms * weight.float()).to(x.dtype)
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """x + residual in fp32, rounded to x's dtype: the new residual, and what is normalized."""
+    return (x.float() + residual.float()).to(x.dtype)
 
 
 def nan_to_zero(x: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,10 @@ SHARED_LIMIT = {
     "gfx950": 163840,
     "gfx1201": 65536,
 }
-ROW_STRIDES = ("x_outer", "x_inner", "q_outer", "q_inner", "s_outer", "s_inner", "s_group")
-STRIDES = (*ROW_STRIDES, "x_stride", "q_stride", "s_stride")
+ROW_STRIDES = tuple(
+    f"{name}_{level}" for name in ("x", "q", "s", "residual", "y") for level in ("outer", "inner")
+)
+STRIDES = (*ROW_STRIDES, "s_group", "x_stride", "q_stride", "s_stride")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def kernels(architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch
     ragged = torch.empty(3, 100, dtype=dtype)
     experts = torch.empty(4, 64, 1024, dtype=dtype)
     counts = torch.empty(4, dtype=torch.int32)
+    heads = torch.empty(64, 16, 576, dtype=dtype)[..., :512].transpose(0, 1)
+    norm_weight = torch.empty(4096, dtype=dtype)
     one = torch.ones(())
     pdl = architecture.startswith("sm_") and int(architecture[3:]) >= 90
     calls: dict[str, Callable[[], Any]] = {
@@ -79,6 +83,13 @@ def kernels(architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch
         "cast e4m3fn": lambda: quantize.cast(x, 0.5),
         "cast e5m2": lambda: quantize.cast(x, 0.5, fmt=fp8.E5M2),
         "block": lambda: quantize.per_block(x),
+        "mla tensor": lambda: quantize.mla_per_tensor(heads),
+        "mla group": lambda: quantize.mla_per_group(heads),
+        "norm token": lambda: quantize.norm_per_token(x, norm_weight),
+        "norm group residual": lambda: quantize.norm_per_group(
+            x, norm_weight, residual=torch.empty_like(x), out_norm=torch.empty_like(x)
+        ),
+        "norm packed": lambda: quantize.norm_per_group(x, norm_weight, layout="packed"),
     }
     if pdl:
         calls["token pdl"] = lambda: quantize.per_token(x, pdl=True)
