@@ -226,3 +226,27 @@ def test_kv_scales_are_kept_for_saving():
         q, input_scale=layer.input_scale, bias=layer.bias, extras={"k_scale": torch.tensor(0.5)}
     )
     assert layer.state_dict()["k_scale"] == 0.5
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (128, 256), (256, 128)])
+def test_the_layout_is_declared_not_guessed_from_the_shape(n, k):
+    w = torch.randn(n, k)
+    q, values = torch_quantized(w, Scheme("tensor"))
+    layer = Fp8Linear(k, n, Scheme("tensor"), device="meta")
+    layer.load(q)
+    x = torch.randn(3, k).bfloat16()
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, values.bfloat16()))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_of_any_shape_and_an_unused_input_scale(shape):
+    q, values = torch_quantized(torch.randn(256, 128), Scheme("tensor"))
+    layer = Fp8Linear(128, 256, Scheme.parse("w8a8-tensor-static"), device="meta")
+    layer.load(
+        QTensor(q.data, q.scale.reshape(shape)), input_scale=torch.tensor(0.01).reshape(shape)
+    )
+    x = torch.randn(3, 128).bfloat16()
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, values.bfloat16()))
+    # weight-only leaves it alone but keeps it for saving and for whoever asks
+    assert layer.input_scale == torch.tensor(0.01)
+    assert layer.state_dict()["input_scale"].shape == ()

@@ -54,13 +54,15 @@ def command(model: str | None, out: Path) -> None:
             f"no checkpoint at {source}", got="nothing there", want="a folder or a GGUF file"
         )
     target = out / f"{source.stem if source.is_file() else source.name}-fp8".lower()
+    # as a person would type it, from where they are
+    here = source.relative_to(Path.cwd()) if source.is_relative_to(Path.cwd()) else source
     console.data(f"model: {source.name}")
     if model is None:
         console.data(
             "(its 16-bit form is a GGUF file in Q4_1, dequantized: FP8 is compared to that)"
         )
 
-    _heading(f"anyfp8 quantize {source.name} {target}")
+    _heading(f"anyfp8 quantize {here} {target}")
     report = quantize_checkpoint(source, target, overwrite=True)
     console.data(
         f"{len(report.layers)} linear layers in {report.scheme}, "
@@ -83,12 +85,12 @@ def command(model: str | None, out: Path) -> None:
 
     text, title = read_text(None)
     pieces = windows(tokenizer, text, LENGTH, WINDOWS)
-    _heading(f"anyfp8 eval {target} --source {source.name}")
+    _heading(f"anyfp8 eval {target} --source {here}")
     original = load_model(source, title="loading the 16-bit original")
     plain, layers = _evaluate(fp8, original, pieces, title)
     del fp8
     gc.collect()
-    _heading(f"anyfp8 eval {target} --source {source.name} --emulate w8a8")
+    _heading(f"anyfp8 eval {target} --source {here} --emulate w8a8")
     emulated_model = load_model(target, emulate=True, title="loading the FP8 checkpoint")
     emulated, emulated_layers = _evaluate(emulated_model, original, pieces, title)
 
