@@ -1,4 +1,4 @@
-"""A whole model on the GPU: FP8 units, and weight-only when forced, against the CPU's arithmetic."""
+"""A whole model on the GPU: on FP8 units, and forced weight-only, against the CPU."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ WINDOWS = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A random model of SmolLM2-135M's layer shapes, four layers, in every scheme that is written."""
+    """A random model of SmolLM2-135M's layer shapes, four layers, in every scheme."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from anyfp8.tools.quantize import quantize_checkpoint
