@@ -17,7 +17,7 @@ import torch
 
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, Config
-from anyfp8.problem import DTYPES, Problem
+from anyfp8.problem import Problem
 
 if TYPE_CHECKING:
     from anyfp8.device import Device
@@ -51,7 +51,7 @@ class TileConfig(Config):
             )
 
     def smem_bytes(self, device: Device, out_bytes: int = 2) -> int:
-        """Shared memory of one block, never less than what Triton takes."""
+        """Shared memory of a row-scaled tile, never less than what Triton takes."""
         tile = (self.block_m + self.block_n) * self.block_k
         features = device.arch.features
         from_shared = self.block_m >= 64 and self.num_warps >= 4
@@ -82,6 +82,10 @@ class TileBackend(Backend):
         """Largest BLOCK_K with which scales and accumulation stay right."""
         return 128 if problem.accumulate == "fp32_128" else 1024
 
+    def smem_bytes(self, config: TileConfig, problem: Problem, device: Device) -> int:
+        """Shared memory of one block, never less than what Triton takes."""
+        return config.smem_bytes(device, 4 if problem.out_dtype == "fp32" else 2)
+
     def illegal(self, config: Config, problem: Problem, device: Device) -> str | None:
         assert isinstance(config, TileConfig)
         if config.block_m < 16 or config.block_n < 16 or config.block_k < 32:
@@ -92,7 +96,7 @@ class TileBackend(Backend):
         threads = config.num_warps * (64 if "mfma" in device.arch.features else 32)
         if threads > 1024 or config.block_m * config.block_n > threads * _MAX_ACCUMULATORS:
             return f"does not fit {config.num_warps} warps"
-        need = config.smem_bytes(device, _out_bytes(problem))
+        need = self.smem_bytes(config, problem, device)
         if need > device.shared_memory:
             return (
                 f"needs {need:,} B of shared memory and {device.name} has {device.shared_memory:,}"
@@ -182,7 +186,3 @@ def _halvings(start: int, stop: int) -> Iterator[int]:
     while start >= stop:
         yield start
         start //= 2
-
-
-def _out_bytes(problem: Problem) -> int:
-    return 4 if DTYPES[problem.out_dtype] == torch.float32 else 2

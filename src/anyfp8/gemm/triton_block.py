@@ -49,6 +49,11 @@ class TritonBlock(TileBackend):
         # the largest power of two in it: tiles are powers of two
         return min(step & -step, super().max_block_k(problem))
 
+    def smem_bytes(self, config: TileConfig, problem: Problem, device: Device) -> int:
+        # scales change their layout on the way to the accumulators
+        scales = 4 * max(config.block_m, config.block_n)
+        return super().smem_bytes(config, problem, device) + scales
+
     def source(self, problem: Problem, config: TileConfig, device: Device) -> Source:
         """The specialization that `run` launches, for compiling it elsewhere."""
         n, k = problem.n, problem.k
