@@ -1,6 +1,10 @@
 """Every kernel compiles for every architecture, without a GPU, and what the compiler made of it."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +63,23 @@ def test_an_overflowing_row_product_is_found():
     """
     assert len(testing.i32_products(ttir, ["x_inner"])) == 1
     assert not testing.i32_products(ttir, ["M"])
+
+
+# read at import: the environment is cleared of anyfp8's names before a test
+TRITON_PATHS = [p for p in os.environ.get("ANYFP8_TEST_TRITON_PATHS", "").split(os.pathsep) if p]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITON_PATHS, reason="ANYFP8_TEST_TRITON_PATHS names no other Triton")
+@pytest.mark.parametrize("path", TRITON_PATHS)
+def test_all_kernels_compile_with_another_triton(path):
+    """`path` is a folder that holds a Triton: `pip install --target path triton==3.6.0`."""
+    environment = dict(os.environ, PYTHONPATH=path)
+    where = "import triton; print(triton.__file__, triton.__version__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.startswith(str(Path(path).resolve())), found.stdout
+    command = [sys.executable, "-m", "anyfp8.tools.compile_matrix"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
