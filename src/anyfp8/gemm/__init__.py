@@ -12,15 +12,29 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from anyfp8.errors import InputError
-from anyfp8.gemm import dequant, torch_scaled_mm, triton_block, triton_row, triton_w8a16
+from anyfp8.gemm import (
+    cutlass,
+    deep_gemm,
+    dequant,
+    flashinfer,
+    marlin,
+    torch_scaled_mm,
+    triton_block,
+    triton_row,
+    triton_w8a16,
+)
 from anyfp8.gemm.base import Backend
 
 log = logging.getLogger(__name__)
 
 BACKENDS: tuple[Backend, ...] = (
+    cutlass.BACKEND,
     torch_scaled_mm.BACKEND,
     triton_row.BACKEND,
     triton_block.BACKEND,
+    deep_gemm.BACKEND,
+    flashinfer.BACKEND,
+    marlin.BACKEND,
     triton_w8a16.BACKEND,
     dequant.BACKEND,
 )

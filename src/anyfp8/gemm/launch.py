@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -74,19 +74,17 @@ def start(launch: Launch) -> None:
     if forced is not None:
         forced[1](launch)
         return
-    place = launch.values[0].device
-    # Triton launches on the current GPU, not on the tensors'
-    if place.type == "cuda" and place.index != torch.cuda.current_device():
-        with torch.cuda.device(place):
-            _call(launch)
-    else:
-        _call(launch)
+    with on_device_of(launch.values[0]):
+        launch.kernel[launch.grid](
+            *launch.values,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            **launch.constants,
+        )
 
 
-def _call(launch: Launch) -> None:
-    launch.kernel[launch.grid](
-        *launch.values,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **launch.constants,
-    )
+def on_device_of(tensor: torch.Tensor) -> Any:
+    """Make the tensor's GPU current: kernels start on the current one, not on the tensor's."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)

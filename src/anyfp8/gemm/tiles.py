@@ -8,10 +8,9 @@ fewer where it reads registers; the epilogue's layout change reuses the same byt
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -158,13 +157,6 @@ def operand_of(device: Device) -> str:
     """How this device's dot takes FP8 codes; see `kernels.operand`."""
     names = {"e4m3fn": "fp8e4nv", "e4m3fnuz": "fp8e4b8", None: "arithmetic"}
     return names[device.arch.fp8]
-
-
-def launch_guard(tensor: torch.Tensor) -> Any:
-    """Make the tensor's GPU current: Triton launches on the current one, not on the tensor's."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:

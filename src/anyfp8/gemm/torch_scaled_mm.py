@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
+from anyfp8.gemm.launch import on_device_of
 from anyfp8.gemm.probe import judged
-from anyfp8.gemm.tiles import launch_guard, same_device
+from anyfp8.gemm.tiles import same_device
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class TorchScaledMM(Backend):
             bias if bias is not None and bias.dtype == out_dtype and recipe != "block" else None
         )
         fast = problem.accumulate == "fast" and recipe != "block"
-        with launch_guard(codes):
+        with on_device_of(codes):
             y = _multiply(codes, w, sx, sw, recipe, inside, out_dtype, fast)[:m]
             if bias is not None and inside is None:
                 y = (y.float() + bias.float()).to(out_dtype)

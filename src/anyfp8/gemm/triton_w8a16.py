@@ -18,8 +18,8 @@ import torch
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
-from anyfp8.gemm.launch import Launch, facts_of, start
-from anyfp8.gemm.tiles import aligned, launch_guard, same_device, triton_missing
+from anyfp8.gemm.launch import Launch, facts_of, on_device_of, start
+from anyfp8.gemm.tiles import aligned, same_device, triton_missing
 from anyfp8.gemm.triton_row import POINTER_TYPES
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
@@ -211,7 +211,7 @@ class TritonW8A16(Backend):
         same_device(x=rows, w=prepared.codes, sw=prepared.scale, bias=bias, out=y)
         if rows.shape[0] == 0:
             return y
-        with launch_guard(rows):
+        with on_device_of(rows):
             if config.how == "chunked":
                 _chunked(rows, prepared, bias, y)
             else:

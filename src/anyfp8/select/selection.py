@@ -102,6 +102,8 @@ def select(
     willing: list[Backend] = []
     for backend in _ordered(problem):
         why = _refusal(backend, asked, device, request, layout)
+        if not why and not backend.default and not _named(backend.name, request, tables):
+            why = "is taken only where the caller or a table names it"
         why = why or (probe(backend, asked) if probe else None)
         if why:
             refused[backend.name] = why
@@ -227,9 +229,14 @@ def _refusal(
         return f"does not accumulate in the mode {problem.accumulate}"
     if request.batch_invariant and not backend.batch_invariant:
         return "gives a row other bits in another batch"
-    if layout is not None and not backend.can_read(layout):
+    why = backend.missing() or backend.why_not(problem, device)
+    if not why and layout is not None and not backend.can_read(layout):
         return f"does not read the stored layout {layout!r}"
-    return backend.missing() or backend.why_not(problem, device)
+    return why
+
+
+def _named(name: str, request: Request, tables: Tables | None) -> bool:
+    return request.backend == name or (tables is not None and name in tables.backends)
 
 
 def _check_invariance(problem: Problem, request: Request) -> None:

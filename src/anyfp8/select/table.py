@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,11 @@ class Table:
         default_factory=dict, repr=False, compare=False
     )
 
+    @cached_property
+    def backends(self) -> frozenset[str]:
+        """Every backend that a row names."""
+        return frozenset(row.backend for row in self.rows)
+
     def group(self, key: tuple[Any, ...]) -> dict[int, list[Row]]:
         """The rows of a group by M."""
         if not self._groups and self.rows:
@@ -157,6 +162,11 @@ class Tables:
     device: Device
     tables: tuple[tuple[str, Table], ...]
     borrowed: str = ""
+
+    @property
+    def backends(self) -> frozenset[str]:
+        """Every backend that a row names."""
+        return frozenset(name for _, table in self.tables for name in table.backends)
 
     def find(self, problem: Problem, device: Device, willing: list[Backend]) -> Found | None:
         """The winner for a problem among the willing backends, or None where no row applies."""
