@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from anyfp8.errors import InputError
+from anyfp8.gemm.dequant import DequantConfig
 from anyfp8.integrations.transformers import load, load_tokenizer
 from anyfp8.linear import Fp8Linear
-from anyfp8.select import Request
+from anyfp8.select import Choice, Request
 from anyfp8.tools import console
 
 
@@ -51,23 +52,25 @@ def serving(model: torch.nn.Module) -> list[str]:
 
     A line speaks of one row (decode) and of 512 (prefill), separately where their backends differ.
     """
-    kinds: Counter[tuple[str, ...]] = Counter()
+    kinds: Counter[tuple[str, str, str]] = Counter()
     for module in model.modules():
-        if not isinstance(module, Fp8Linear):
-            continue
-        plan = module.plan()
-        one, many = plan.choice(1), plan.choice(512)
-        parts = [module.scheme.name]
-        for choice, rows in ((one, "M=1"), (many, "M=512")):
-            how = "activations quantized" if choice.quantizes else "activations in 16 bits"
-            parts.append(f"{choice.backend} ({how}; {rows}: {choice.reason})")
-        kinds[tuple(parts)] += 1
+        if isinstance(module, Fp8Linear):
+            plan = module.plan()
+            one, many = (_served(plan.choice(m), plan.problem.x_dtype) for m in (1, 512))
+            kinds[module.scheme.name, one, many] += 1
     lines = []
     for (scheme, one, many), count in kinds.items():
-        same = one.split(" (")[0] == many.split(" (")[0]
-        served = one.replace("; M=1: ", "; ") if same else f"{one}, {many}"
+        served = one if one == many else f"{one} at M=1, {many} at M=512"
         lines.append(f"{count} layers {scheme}: {served}")
     return lines or ["no FP8 layers: this model runs in 16 bits"]
+
+
+def _served(choice: Choice, x_dtype: str) -> str:
+    how = "activations quantized" if choice.quantizes else "activations in 16 bits"
+    if isinstance(choice.config, DequantConfig):
+        once = choice.config.memory == "load"
+        how += f", weight dequantized to {x_dtype} " + ("once at load" if once else "in each call")
+    return f"{choice.backend} ({how}; {choice.reason})"
 
 
 def prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
