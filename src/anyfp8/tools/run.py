@@ -67,7 +67,9 @@ def serving(model: torch.nn.Module) -> list[str]:
 
 def _served(choice: Choice, x_dtype: str) -> str:
     how = "activations quantized" if choice.quantizes else "activations in 16 bits"
-    if isinstance(choice.config, DequantConfig):
+    if isinstance(choice.config, DequantConfig) and choice.quantizes:
+        how = "FP8 units emulated in fp32: activations quantized"
+    elif isinstance(choice.config, DequantConfig):
         once = choice.config.memory == "load"
         how += f", weight dequantized to {x_dtype} " + ("once at load" if once else "in each call")
     return f"{choice.backend} ({how}; {choice.reason})"
