@@ -108,11 +108,7 @@ class Choice:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply as chosen; x must be quantized exactly when `quantizes` says so."""
-        return self._object.run(x, prepared, problem, self.config, bias, out)
-
-    @property
-    def _object(self) -> Backend:
-        return gemm.backend(self.backend)
+        return gemm.backend(self.backend).run(x, prepared, problem, self.config, bias, out)
 
 
 @dataclass(frozen=True)
@@ -131,17 +127,23 @@ class Plan:
     layout: str
     weight_backend: str
     decide: Callable[[int], Choice] = field(repr=False, compare=False)
-    _seen: dict[int, Choice] = field(default_factory=dict, repr=False, compare=False)
+    _seen: dict[int, tuple[Choice, Problem]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def choice(self, m: int) -> Choice:
         """The choice for m rows: decided once per m, then a dictionary look-up."""
-        found = self._seen.get(m)
-        if found is None:
-            found = self._seen[m] = self.decide(m)
-        return found
+        return self._at(m)[0]
 
     def problem_at(self, m: int) -> Problem:
-        return replace(self.problem, m=m, accumulate=self.choice(m).accumulate)
+        return self._at(m)[1]
+
+    def _at(self, m: int) -> tuple[Choice, Problem]:
+        found = self._seen.get(m)
+        if found is None:
+            choice = dict(self.choices).get(m) or self.decide(m)
+            found = self._seen[m] = (choice, replace(self.problem, m=m))
+        return found
 
     def prepare(self, weight: QTensor) -> PreparedWeight:
         """Store a canonical weight in the plan's layout."""
@@ -159,7 +161,8 @@ class Plan:
     ) -> torch.Tensor:
         """Multiply x [M, K]; quantized exactly when `choice(M).quantizes`."""
         m = (x.data if isinstance(x, QTensor) else x).shape[0]
-        return self.choice(m).run(x, prepared, self.problem_at(m), bias, out)
+        choice, problem = self._at(m)
+        return choice.run(x, prepared, problem, bias, out)
 
     def describe(self) -> str:
         """One line per run of Ms with the same choice, for `explain` and logs."""

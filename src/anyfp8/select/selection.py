@@ -180,7 +180,7 @@ def plan(
     decide = partial(_decide, base, device, request, tables, layout, probe)
     choices = tuple((m, decide(m)) for m in sorted(ms))
     resolved = replace(base, accumulate=first.accumulate, numerics=first.numerics)
-    return Plan(resolved, choices, layout, owner.name, decide, dict(choices))
+    return Plan(resolved, choices, layout, owner.name, decide)
 
 
 def _probe_of(device: Device) -> Probe | None:
