@@ -289,20 +289,21 @@ def load_tables(device: Device, snapshot: env.Snapshot | None = None) -> Tables:
     found = _tables_of(name, folder)
     if found or named:
         return Tables(device, found, name if named and name != device.name else "")
-    other = sibling(device, [n for n in CATALOGUE if _tables_of(n, folder)])
+    other = sibling(device, [n for n in CATALOGUE if any(p.is_file() for p in _paths(n, folder))])
     return Tables(device, _tables_of(other, folder) if other else (), other or "")
 
 
 def _tables_of(name: str, folder: str) -> tuple[tuple[str, Table], ...]:
-    tables = []
-    if folder:
-        path = Path(folder) / file_name(name)
-        if path.is_file():
-            tables.append(("user table", _read_cached(path, path.stat().st_mtime_ns)))
-    shipped = shipped_path(name)
-    if shipped.is_file():
-        tables.append(("shipped table", _read_cached(shipped, 0)))
-    return tuple(tables)
+    return tuple(
+        (source, _read_cached(path, path.stat().st_mtime_ns))
+        for source, path in zip(("shipped table", "user table"), _paths(name, folder), strict=False)
+        if path.is_file()
+    )[::-1]
+
+
+def _paths(name: str, folder: str) -> list[Path]:
+    """The shipped table's file and, with a folder of the user's, the one there."""
+    return [shipped_path(name), *([Path(folder) / file_name(name)] if folder else [])]
 
 
 def file_name(device_name: str) -> str:
