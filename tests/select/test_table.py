@@ -276,6 +276,22 @@ def test_engine_files_survive_a_round_trip(tmp_path, engine):
     assert sglang_tables.export(back, engine) == files
 
 
+def test_fields_of_an_engines_other_kernels_go_back_as_they_came(tmp_path):
+    tile = {
+        "BLOCK_SIZE_M": 16,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 32,
+        "GROUP_SIZE_M": 32,
+        "num_warps": 4,
+        "num_stages": 3,
+        "SWAP_AB": True,
+        "SPLIT_K": 8,
+    }
+    name = "N=4096,K=1280,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[32, 32].json"
+    [back] = sglang_tables.read_files(sglang_tables.write_files({name: {1: tile}}, tmp_path))
+    assert sglang_tables.export(back) == {name: {1: tile}}
+
+
 def test_sglang_lookups_use_the_plainly_nearest_m(monkeypatch):
     assert sglang_tables.get_w8a8_channelwise_fp8_configs(24576, 4096) is None
     monkeypatch.setenv("ANYFP8_DEVICE_NAME", "NVIDIA L40S")

@@ -26,7 +26,7 @@ from anyfp8.select.table import Header, Row, Table, load_tables, winner_of
 log = logging.getLogger(__name__)
 
 CHANNELWISE = Scheme("channel", "token", True)
-Configs = dict[int, "dict[str, int] | None"]
+Configs = dict[int, "dict[str, Any] | None"]
 
 _FILE = re.compile(
     r"N=(?P<n>\d+),K=(?P<k>\d+),device_name=(?P<device>[^,]+),dtype=fp8_w8a8"
@@ -106,7 +106,9 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
         if row is None or row.config is None:
             configs[m] = None
         else:
-            configs[m] = to_engine(TileConfig(**dict(row.config)), scheme)
+            # fields of kernels that are not here (AMD's waves_per_eu, SWAP_AB) go back as they came
+            more = dict(row.extra).get("engine", {})
+            configs[m] = to_engine(TileConfig(**dict(row.config)), scheme) | more
     return configs
 
 
@@ -157,7 +159,9 @@ def _row(scheme: Scheme, n: int, k: int, m: int, values: Any) -> Row:
         return Row(scheme.name, n, k, m, role="default")
     backend = "triton_row" if scheme == CHANNELWISE else "triton_block"
     config = tuple(from_engine(values).to_dict().items())
-    return Row(scheme.name, n, k, m, backend, config=config, extra=(("variant", "plain"),))
+    more = {name: value for name, value in values.items() if name not in _FIELDS}
+    extra = (("variant", "plain"), *((("engine", more),) if more else ()))
+    return Row(scheme.name, n, k, m, backend, config=config, extra=extra)
 
 
 def get_w8a8_channelwise_fp8_configs(N: int, K: int) -> Configs | None:
@@ -169,7 +173,7 @@ def get_w8a8_channelwise_fp8_configs(N: int, K: int) -> Configs | None:
     return _configs(CHANNELWISE, N, K)
 
 
-def get_w8a8_channelwise_fp8_config(N: int, K: int, M: int) -> dict[str, int] | None:
+def get_w8a8_channelwise_fp8_config(N: int, K: int, M: int) -> dict[str, Any] | None:
     """The tile of the plainly nearest M, ties to the smaller; None for "default" or no rows."""
     configs = get_w8a8_channelwise_fp8_configs(N, K)
     if not configs:
