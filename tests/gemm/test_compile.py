@@ -112,7 +112,8 @@ def check_weight_only(arch, x_dtype, scheme):
         assert built.metadata.shared <= device.shared_memory
         if "ptx" in built.asm and device.capability >= (8, 0):
             assert "mma" in built.asm["ptx"]
-            assert ("e4m3" in built.asm["ptx"]) == (device.capability >= (8, 9))
+            # below SM89 there is no such conversion; above it the integer form may still be faster
+            assert device.capability >= (8, 9) or "e4m3" not in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["triton_row", "triton_block", "triton_w8a16"])
