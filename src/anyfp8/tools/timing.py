@@ -84,7 +84,10 @@ def capture(calls: Sequence[Call], at_least: int = 64) -> tuple[torch.cuda.CUDAG
 
 
 def race(
-    contenders: Mapping[str, Sequence[Call]], rounds: int = 21, block_us: float = 800.0
+    contenders: Mapping[str, Sequence[Call]],
+    rounds: int = 21,
+    block_us: float = 800.0,
+    at_least: int = 64,
 ) -> dict[str, Timing]:
     """Time contenders side by side.
 
@@ -92,13 +95,14 @@ def race(
         contenders: name -> calls over rotating buffers, all doing the same work.
         rounds: blocks of replays of each contender.
         block_us: length of one block.
+        at_least: calls in a graph; fewer where each is long.
 
     Returns:
         name -> Timing; `rounds` of two timings pair up.
     """
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int, int]] = {}
     for name, calls in contenders.items():
-        graph, n_calls = capture(calls)
+        graph, n_calls = capture(calls, at_least)
         graph.replay()
         start, end = _event(), _event()
         start.record()
