@@ -12,17 +12,17 @@ The surprise: `.half()`, `.to(dtype)` and their kin change the bias and the dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from anyfp8.device import device_of
+from anyfp8.device import Device, device_of
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import PreparedWeight
 from anyfp8.linear.dispatch import linear
 from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
-from anyfp8.select import Plan, Request, plan
+from anyfp8.select import M_GRID, Plan, Request, plan
 
 _CANONICAL = ("weight", "weight_scale")
 
@@ -178,20 +178,12 @@ class Fp8Linear(torch.nn.Module):
         """The choices of this layer on its device, made at first use."""
         x_dtype = x_dtype or self.dtype
         if x_dtype not in self._plans:
-            name = DTYPE_NAMES.get(x_dtype)
-            if name is None:
-                raise InputError(
-                    "not a dtype of activations",
-                    got=str(x_dtype),
-                    want=", ".join(DTYPE_NAMES.values()),
-                )
-            self._plans[x_dtype] = plan(
+            self._plans[x_dtype] = plan_for(
                 self.scheme,
                 self.out_features,
                 self.in_features,
                 device_of(self.device),
-                name,
-                name,
+                x_dtype,
                 self._parameters["bias"] is not None,
                 self.request,
             )
@@ -315,6 +307,34 @@ class Fp8Linear(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._set("weight", self._parameters["weight"].view(torch.float8_e4m3fn))
+
+
+def plan_for(
+    scheme: Scheme,
+    n: int,
+    k: int,
+    device: Device,
+    x_dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    request: Request | None = None,
+    ms: Iterable[int] = M_GRID,
+) -> Plan:
+    """The plan of a layer [N, K]: what `Fp8Linear` follows and `anyfp8 explain` shows.
+
+    Args:
+        device: the layer's, or any other that is asked about.
+        x_dtype: of the activations and of the result.
+        ms: for which numbers of rows to decide at once; others are decided when asked.
+
+    Raises:
+        InputError: not a dtype of activations. And what `select.plan` raises.
+    """
+    name = DTYPE_NAMES.get(x_dtype)
+    if name is None:
+        raise InputError(
+            "not a dtype of activations", got=str(x_dtype), want=", ".join(DTYPE_NAMES.values())
+        )
+    return plan(scheme, n, k, device, name, name, bias, request, ms)
 
 
 def _positive(name: str, scale: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def rank(
         willing: backends to rank; those without a model are left out.
         per_backend: how many configurations of each to return.
     """
-    if not (device.sms and device.bandwidth_gbs and device.bf16_tflops):
+    if not _known(device):
         return ()
     found: list[Prediction] = []
     for backend in willing:
@@ -79,6 +79,21 @@ def _predictions(problem: Problem, device: Device, backend: Backend) -> Iterator
         us = _tile_us(problem, device, config)
         if us is not None:
             yield Prediction(us, backend, config)
+
+
+def estimate(problem: Problem, device: Device, backend: Backend, config: Config) -> float | None:
+    """µs of one configuration; None without a model of the backend or figures of the device."""
+    if not _known(device):
+        return None
+    if backend.name == "torch_scaled_mm":
+        return _library_us(problem, device) if device.fp8_tflops else None
+    if isinstance(config, (TileConfig, W8A16Config)):
+        return _tile_us(problem, device, config)
+    return None
+
+
+def _known(device: Device) -> bool:
+    return bool(device.sms and device.bandwidth_gbs and device.bf16_tflops)
 
 
 def _quantize_us(problem: Problem, device: Device) -> float:
