@@ -69,6 +69,12 @@ def test_ours_is_judged_right_on_fresh_data(op, scheme):
         assert all(0 < own.error < 0.005 for own in c.ours)
 
 
+def test_thousands_of_rows_are_judged_by_the_bytes_of_our_own_quantizer():
+    found = run("linear", ms=(4096,))["cells"][0]
+    assert not found.wrong
+    assert {"torch row fast", "torch row slow"} <= {o.name for o in found.others}
+
+
 def test_figures_follow_from_the_time_and_the_roof():
     found = run("gemm", {"selection": 4.0, "kill switch": 5.0})["cells"][1]
     own = found.ours[0]
@@ -93,7 +99,7 @@ def test_kill_switch_alone_is_one_contender():
 
 def test_each_backend_that_refuses_says_why():
     found = run("linear", all_backends=True)["cells"][0]
-    assert "FP8 units" in found.failed["triton_row"]
+    assert found.failed["triton_row"] == "multiplies on FP8 units and cpu has none"
     assert "dequant" not in found.failed
 
 

@@ -102,9 +102,10 @@ class Layer:
             try:
                 found.append(self._ours(name, m))
             except NoBackend as error:
-                failed[name] = "; ".join(f"{who} {why}" for who, why in error.reasons.items())
+                reasons = {who: why for who, why in error.reasons.items() if who == name}
+                failed[name] = "; ".join((reasons or error.reasons).values())
         for peer, calls in self._peers:
-            own = peer.op == "linear" and peer.activation != "none"
+            own = peer.op == "linear" and peer.library != "torch" and peer.activation != "none"
             try:
                 found.append(
                     Contender(
@@ -145,8 +146,7 @@ class Layer:
             calls = [lambda w=w: choice.run(q, w, problem) for w in weights]
         activation = scheme.activation if choice.quantizes else "none"
         accumulate = choice.accumulate if choice.quantizes else "fp32"
-        quantizer = choice.quantizes and setting.op == "linear"
-        allowed = slack(accumulate, self.shape.k, quantizer)
+        allowed = slack(accumulate, self.shape.k, own_quantizer=False)
         return Contender(name, calls, scheme.weight, activation, allowed, choice)
 
     def _plan(self, name: str, request: Request) -> Plan:

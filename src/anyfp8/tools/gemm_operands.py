@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from anyfp8 import reference
 from anyfp8.problem import QTensor
 
 BLOCK = (128, 128)
@@ -118,16 +119,12 @@ class Operands:
         return [QTensor(copy.view(_FP8), scale, block) for copy in self._copies(codes.contiguous())]
 
     def _quantized_x(self, kind: str) -> QTensor:
-        x = self.x.float()
+        # the specification's bytes, which our quantizers give too
         if kind == "tensor":
-            scale = (x.abs().amax() / _MAX).reshape(())
-            return QTensor((x / scale).to(_FP8), scale)
+            return reference.quantize_per_tensor(self.x)
         if kind == "token":
-            scale = x.abs().amax(1, keepdim=True) / _MAX
-            return QTensor((x / scale).to(_FP8), scale)
-        groups = x.view(len(x), -1, GROUP)
-        scale = (groups.abs().amax(2) / _MAX).contiguous()
-        return QTensor((groups / scale[..., None]).to(_FP8).view_as(x), scale, (1, GROUP))
+            return reference.quantize_per_token(self.x)
+        return reference.quantize_per_group(self.x, GROUP)
 
     def _exact(self, weight: str, activation: str) -> Exact:
         w = self.dense()[0].float() if weight == "dense" else _dequantized(self.weights(weight)[0])
@@ -176,7 +173,7 @@ def judge(y: torch.Tensor, exact: Exact, m: int, allowed: float) -> tuple[float,
 
 
 def _dequantized(q: QTensor) -> torch.Tensor:
-    values = q.data.float()
+    values = q.data.view(_FP8).float()
     if q.block is None:
         return values * q.scale
     rows, columns = q.block
