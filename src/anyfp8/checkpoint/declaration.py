@@ -63,6 +63,8 @@ class ConfigFiles:
         quantization = config.get("quantization_config") or (
             text.get("quantization_config") if isinstance(text, dict) else None
         )
+        # the name that compressed-tensors used at first
+        quantization = quantization or config.get("compression_config")
         if quantization is not None and not isinstance(quantization, dict):
             raise CheckpointError(
                 "cannot read the quantization_config of config.json",

@@ -132,6 +132,18 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of all files, read when asked for."""
+        found: dict[str, str] = {}
+        for file in dict.fromkeys(stored.file for stored in self.tensors.values()):
+            with file.open("rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                entries = json.loads(handle.read(length)).get("__metadata__")
+            if isinstance(entries, dict):
+                found |= {key: text for key, text in entries.items() if isinstance(text, str)}
+        return found
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, contiguous, on the CPU.
 

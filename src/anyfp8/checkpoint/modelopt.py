@@ -25,14 +25,16 @@ from anyfp8.problem import QTensor, Scheme
 
 NAME = "modelopt"
 
-# read but not written: TensorRT-LLM's word for fine-grained FP8
-_READ_ONLY = {"FP8_BLOCK_SCALES": Scheme("block", "group", True, (128, 128), 128)}
+# read but not written: TensorRT-LLM's word for fine-grained FP8; microscaling as weight-only
+_READ_ONLY = {
+    "FP8_BLOCK_SCALES": Scheme("block", "group", True, (128, 128), 128),
+    "MXFP8": Scheme("block", block=(1, 32), scale_format="ue8m0"),
+}
 _REFUSED = {
     "NVFP4": "NVFP4 weights are 4-bit: this library runs FP8",
     "NVFP4_AWQ": "NVFP4 weights are 4-bit: this library runs FP8",
     "W4A8_AWQ": "its weights are 4-bit: this library runs FP8",
     "W4A16_AWQ": "its weights are 4-bit: this library runs FP8",
-    "MXFP8": "MXFP8 (32-column E8M0 scales) is not read yet",
 }
 # a static FP8 tensor in the words of config_groups and kv_cache_scheme
 _STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}

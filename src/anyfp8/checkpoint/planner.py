@@ -17,7 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anyfp8.checkpoint import modelopt
+from anyfp8.checkpoint import (
+    compressed_tensors,
+    fbgemm,
+    finegrained,
+    modelopt,
+    quark,
+    torchao,
+    w8a8_fp8,
+)
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import FLOATS, TensorFiles, list_tensors
 from anyfp8.checkpoint.linears import is_linear
@@ -27,13 +35,23 @@ from anyfp8.errors import CheckpointError
 from anyfp8.problem import Scheme
 
 # one file per format, the first that claims a config reads it
-FORMATS = (modelopt,)
+FORMATS = (compressed_tensors, finegrained, fbgemm, quark, torchao, w8a8_fp8, modelopt)
 
-WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight.scale", "scale")
-INPUT_SCALES = ("input_scale", "activation_scale", "scale_input")
+WEIGHT_SCALES = (
+    "weight_scale",
+    "weight_scale_inv",
+    "scale_weight",
+    "qscale_weight",
+    "weight.scale",
+    "scale",
+)
+INPUT_SCALES = ("input_scale", "activation_scale", "scale_input", "qscale_act")
 # written for KV caches and other kernels; kept for saving, never used by a linear
 OPTIONAL = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "prob_output_scale")
 _SCALE_LIKE = re.compile(r"(weight|input|activation|act)_?(scale|zero_point)|scale_(weight|input)")
+# activations beyond 448 times these are not met in working models; uninitialised memory is
+_PLAUSIBLE = (1e-9, 1e5)
+_PACKED = ".weight_packed"
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
@@ -59,7 +77,10 @@ def read_plan(
     folder = checkpoint_folder(path)
     configs = ConfigFiles.read(folder)
     declared = declare(configs)
-    planner = _Planner(list_tensors(folder), declared, allow_missing_scale, dynamic_fallback)
+    files = list_tensors(folder)
+    if declared.format == torchao.NAME:
+        files = torchao.rename(files)
+    planner = _Planner(files, declared, allow_missing_scale, dynamic_fallback)
     return planner.plan(folder, configs.config, strict)
 
 
@@ -130,7 +151,9 @@ class _Planner:
             for rule in self.declared.rules.matching(module):
                 matched[rule.pattern].append(module)
         algorithms = {module: self._algorithm(module) for module in modules}
-        self._refuse_algorithms(algorithms)
+        # what other formats pack has no weight, but a name to be refused by
+        packed = [name[: -len(_PACKED)] for name in self.tensors if name.endswith(_PACKED)]
+        self._refuse_algorithms(algorithms | {name: self._algorithm(name) for name in packed})
         for module, algorithm in algorithms.items():
             if self.tensors[f"{module}.weight"].dtype in _FP8:
                 self.layers[module] = self._layer(module, algorithm)
@@ -252,11 +275,13 @@ class _Planner:
             return replace(scheme, weight="tensor", block=None, scale_format="float32"), None
         scale = self.tensors[found[0]]
         fitting = fit_scale(scale.shape, n, k, scheme)
-        if fitting is None or scale.dtype not in SCALE_DTYPES:
+        # plain bytes are exponents only where the config says so
+        exponents = scale.dtype == "U8" and fitting is not None and fitting.scale_format == "ue8m0"
+        if fitting is None or not (exponents or scale.dtype in SCALE_DTYPES):
             raise CheckpointError(
                 f"the scale {scale.name} in {scale.file.name} fits no granularity of its weight",
                 got=f"{scale.dtype} {list(scale.shape)} for a weight [{n}, {k}]",
-                want=f"[], [{n}], [{n}, 1] or [{-(-n // 128)}, {-(-k // 128)}] of a float dtype",
+                want=f"[], [{n}], [{n}, 1] or {_grid(scheme, n, k)} of a float dtype",
             )
         if fitting != scheme and self.declared.format != "hf16":
             self._note(
@@ -281,13 +306,16 @@ class _Planner:
                     want=f"{module}.{INPUT_SCALES[0]}, one positive value",
                 )
             stored = self.tensors[found[0]]
-            check_scale(self.files.read(stored.name), stored, single=True)
+            value = self.files.read(stored.name)
+            check_scale(value, stored, single=True)
+            if static and not _PLAUSIBLE[0] < float(value) < _PLAUSIBLE[1]:
+                self._note("input scales that no calibration gives, check the outputs", module)
             return scheme, stored.name
         except CheckpointError as error:
             if not static:
                 raise
             if not self.dynamic_fallback:
-                error.hint = "calibrate it again, or dynamic_fallback=True (--dynamic-fallback)"
+                error.hint = "calibrate it again, or load with dynamic_fallback=True"
                 raise
             self._note("no usable input_scale, activations quantized dynamically", module)
             return replace(scheme, dynamic=True), None
@@ -296,7 +324,9 @@ class _Planner:
         weight = self.tensors[f"{module}.weight"]
         # a plain ".scale" beside a 16-bit weight is some layer's own parameter
         strays = self._beside(module, (*WEIGHT_SCALES[:-1], *INPUT_SCALES))
+        # a group's pattern may also match what is no linear; a name in a layer map may not
         listed = algorithm is not None and self.declared.default is None
+        listed = listed and (bool(self.declared.layers) or is_linear(weight.name, weight.shape))
         if weight.dtype not in FLOATS:
             if algorithm is not None or strays:
                 raise CheckpointError(
@@ -314,7 +344,7 @@ class _Planner:
                 want=f"F8_E4M3 with its scale ({algorithm.name})",
                 hint="export it again: quantized and unquantized weights are mixed up",
             )
-        elif algorithm is not None and is_linear(weight.name, weight.shape):
+        elif algorithm is not None and _expected_fp8(weight.name, weight.shape):
             self._note("linears that are neither quantized nor ignored, kept in 16 bits", module)
 
     def _beside(self, module: str, names: Iterable[str]) -> list[str]:
@@ -370,6 +400,16 @@ class _Planner:
             if "scale" in leaf
             else "export the checkpoint again",
         )
+
+
+def _expected_fp8(name: str, shape: tuple[int, ...]) -> bool:
+    # every tool leaves the head alone, and half of them without saying so
+    return is_linear(name, shape) and not name.endswith("lm_head.weight")
+
+
+def _grid(scheme: Scheme, n: int, k: int) -> str:
+    rows, columns = scheme.block or (128, 128)
+    return f"[{-(-n // rows)}, {-(-k // columns)}]"
 
 
 def _list(names: list[str], most: int = 3) -> str:

@@ -18,6 +18,7 @@ from anyfp8.problem import Scheme
 
 SCALE_DTYPES = (*FLOATS, "F8_E8M0")
 BLOCK = (128, 128)
+_EXPONENTS = ("F8_E8M0", "U8")
 
 
 def fit_scale(shape: tuple[int, ...], n: int, k: int, scheme: Scheme) -> Scheme | None:
@@ -29,11 +30,17 @@ def fit_scale(shape: tuple[int, ...], n: int, k: int, scheme: Scheme) -> Scheme 
     """
     candidates = (
         scheme,
-        replace(scheme, weight="tensor", block=None),
-        replace(scheme, weight="channel", block=None),
-        replace(scheme, weight="block", block=BLOCK),
+        _regranulated(scheme, "tensor", None),
+        _regranulated(scheme, "channel", None),
+        _regranulated(scheme, "block", BLOCK),
     )
     return next((c for c in candidates if _fits(shape, n, k, c)), None)
+
+
+def _regranulated(scheme: Scheme, weight: str, block: tuple[int, int] | None) -> Scheme:
+    # powers of two are for block and group scales only
+    scale_format = scheme.scale_format if block or scheme.group else "float32"
+    return replace(scheme, weight=weight, block=block, scale_format=scale_format)
 
 
 def _fits(shape: tuple[int, ...], n: int, k: int, scheme: Scheme) -> bool:
@@ -65,13 +72,14 @@ def check_scale(scale: torch.Tensor, stored: StoredTensor, single: bool = False)
         CheckpointError: names tensor, file, index and value.
     """
     where = f"{stored.name} in {stored.file.name}"
-    if stored.dtype not in SCALE_DTYPES or (single and scale.numel() != 1):
+    exponents = stored.dtype in _EXPONENTS and not single
+    if not (exponents or stored.dtype in SCALE_DTYPES) or (single and scale.numel() != 1):
         raise CheckpointError(
             f"cannot use the scale {where}",
             got=f"{stored.dtype} {list(stored.shape)}",
             want="one floating-point value" if single else ", ".join(SCALE_DTYPES),
         )
-    values = fp8.decode_ue8m0(scale) if stored.dtype == "F8_E8M0" else scale.float()
+    values = fp8.decode_ue8m0(scale) if stored.dtype in _EXPONENTS else scale.float()
     bad = ~(values.isfinite() & (values > 0))
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
