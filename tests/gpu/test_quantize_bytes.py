@@ -3,10 +3,23 @@
 import pytest
 import torch
 
-from anyfp8 import quantize, reference, testing
+from anyfp8 import fp8, quantize, reference, testing
 from anyfp8.tools.quantize_cases import cases, move, odd_rows
 
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+from anyfp8.kernels.encode import scales_of  # noqa: E402
+
 pytestmark = pytest.mark.gpu
+
+
+@triton.jit
+def scales_kernel(amax_ptr, scale_ptr, inverse_ptr, FP8_MAX: tl.constexpr):
+    at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
+    scale, inverse = scales_of(tl.load(amax_ptr + at), 1e-30, FP8_MAX, False, True)
+    tl.store(scale_ptr + at, scale)
+    tl.store(inverse_ptr + at, inverse)
 
 
 def forbid_reference(monkeypatch):
@@ -124,3 +137,17 @@ def test_a_tensor_of_another_gpu_is_quantized_there():
         q = quantize.per_token(x)
     assert q.data.device == x.device
     testing.assert_matches(q, reference.quantize_per_token(x.cpu()))
+
+
+def test_every_scale_and_inverse_is_correctly_rounded():
+    # all mantissas; the exponents of the smallest floor, of 1 and of the largest fp32 number
+    mantissas = torch.arange(1 << 23, dtype=torch.int32)
+    for exponent in (28, 127, 254):
+        amax = (mantissas + (exponent << 23)).view(torch.float32)
+        for fmt in (fp8.E4M3FN, fp8.E5M2, fp8.E4M3FNUZ):
+            scale = amax / torch.tensor(fmt.max)
+            inverse = 1.0 / scale
+            got = torch.empty(2, len(amax), device="cuda")
+            scales_kernel[(len(amax) // 4096,)](amax.cuda(), *got, fmt.max, num_warps=4)
+            assert torch.equal(got[0].cpu(), scale)
+            assert torch.equal(got[1].cpu(), inverse)

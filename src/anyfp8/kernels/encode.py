@@ -6,6 +6,10 @@ Triton 3.6 to 3.8 truncate to fp16 first) and "integer" (everywhere else, and in
 interpreter). The
 surprise: below SM89 FP8_DTYPE is `float8e4b15`, whose bytes mean something else; it only names the
 format here and is never cast to.
+
+Scales are the same bits with and without PTX (fp32 instructions that every CUDA GPU has): it only
+spares the branches of a general division. PACKED takes the maximum of 16-bit values two at a time
+(SM90).
 """
 
 import triton
@@ -28,31 +32,79 @@ _E5M2_PTX = tl.constexpr("""
 }
 """)
 
+# four codes at once: 0x7F, the only NaN that the hardware makes, becomes 0. No code is 0xFF, so the
+# sum carries nothing into its neighbour
+_NAN_TO_ZERO_PTX = tl.constexpr("""
+{
+    .reg .b32 flag, low;
+    add.u32 flag, $1, 0x01010101;
+    lop3.b32 flag, flag, $1, 0x80808080, 0x20;
+    shr.u32 low, flag, 7;
+    sub.u32 flag, $1, flag;
+    add.u32 $0, flag, low;
+}
+""")
+# amax / max by Markstein's correction, exact where nothing over- or underflows; the reciprocal is
+# what rcp.rn compiles to, without its branch for exponents that a scale cannot have
+_SCALES_PTX = tl.constexpr("""
+{
+    .reg .f32 scale, rest, inverse;
+    mul.rn.f32 scale, $2, $3;
+    fma.rn.f32 rest, scale, $4, $2;
+    fma.rn.f32 scale, rest, $3, scale;
+    rcp.approx.ftz.f32 inverse, scale;
+    neg.f32 rest, scale;
+    fma.rn.f32 rest, rest, inverse, 0f3F800000;
+    fma.rn.f32 $1, inverse, rest, inverse;
+    mov.f32 $0, scale;
+}
+""")
+# magnitudes of two 16-bit values in order: one exponent step more makes inf and NaN negative
+_ORDERED_PAIR_PTX = tl.constexpr("""
+{
+    .reg .b32 pair;
+    mov.b32 pair, {$1, $2};
+    and.b32 pair, pair, 0x7FFF7FFF;
+    add.s16x2 $0, pair, $3;
+}
+""")
+_BF16_PAIR_PTX = tl.constexpr("""
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xFFFF0000;
+""")
+
 
 @triton.jit
-def encode(x, FP8_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr, ENCODE: tl.constexpr):
+def encode(
+    x,
+    FP8_DTYPE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    ENCODE: tl.constexpr,
+    NAN_TO_ZERO: tl.constexpr = False,
+):
     """fp32 tensor -> uint8 codes: nearest even, saturating at FP8_MAX, NaN to the canonical NaN."""
-    if ENCODE == "hardware":
-        return x.to(FP8_DTYPE).to(tl.uint8, bitcast=True)
-    elif ENCODE == "ptx":
+    if ENCODE == "integer":
         if FP8_DTYPE == tl.float8e5:
-            return tl.inline_asm_elementwise(
-                _E5M2_PTX, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
-            )
+            return _encode_integer(x, 2, 15, 0x7B, 0 if NAN_TO_ZERO else 0x7F, True, 128.0)
+        elif FP8_DTYPE == tl.float8e4b8:
+            nan: tl.constexpr = 0 if NAN_TO_ZERO else 0x80
+            # 224 is the largest value that some ROCm stacks use instead of 240
+            largest: tl.constexpr = 0x7E if FP8_MAX == 224.0 else 0x7F
+            return _encode_integer(x, 3, 8, largest, nan, False, 8192.0)
         else:
-            return tl.inline_asm_elementwise(
-                _E4M3_PTX, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
-            )
-    elif FP8_DTYPE == tl.float8e5:
-        return _encode_integer(x, 2, 15, 0x7B, 0x7F, True, 128.0)
-    elif FP8_DTYPE == tl.float8e4b8:
-        # 224 is the largest value that some ROCm stacks use instead of 240
-        if FP8_MAX == 224.0:
-            return _encode_integer(x, 3, 8, 0x7E, 0x80, False, 8192.0)
-        else:
-            return _encode_integer(x, 3, 8, 0x7F, 0x80, False, 8192.0)
+            return _encode_integer(x, 3, 7, 0x7E, 0 if NAN_TO_ZERO else 0x7F, True, 16384.0)
+    if ENCODE == "hardware":
+        code = x.to(FP8_DTYPE).to(tl.uint8, bitcast=True)
     else:
-        return _encode_integer(x, 3, 7, 0x7E, 0x7F, True, 16384.0)
+        asm: tl.constexpr = _E5M2_PTX if FP8_DTYPE == tl.float8e5 else _E4M3_PTX
+        code = tl.inline_asm_elementwise(
+            asm, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    if NAN_TO_ZERO:
+        code = tl.inline_asm_elementwise(
+            _NAN_TO_ZERO_PTX, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    return code
 
 
 @triton.jit
@@ -92,8 +144,62 @@ def finite_abs(x):
 
 
 @triton.jit
-def nan_to_zero(x):
-    return tl.where(x == x, x, 0.0)
+def to_fp32(x, PTX: tl.constexpr):
+    if PTX and x.dtype == tl.bfloat16:
+        # one instruction a value; the compiler takes two for every other one
+        return tl.inline_asm_elementwise(
+            _BF16_PAIR_PTX, "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def ordered(x):
+    """fp32 -> int32 that compares as |x| does; inf and NaN are negative, 0 is 0x800000."""
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + 0x00800000
+
+
+@triton.jit
+def row_maxima(x, PACKED: tl.constexpr, THREADS: tl.constexpr):
+    """[R, C] fp32, bf16 or fp16 -> [R, L] int32 in `ordered`'s sense, for `finite_amax` to finish.
+
+    Packed, L is THREADS, how many share a row: each has reduced its own columns, which lie 16
+    together where it has so many (the bytes of a store) and at least two. Otherwise L = C.
+    """
+    if PACKED:
+        R: tl.constexpr = x.shape[0]
+        C: tl.constexpr = x.shape[1]
+        RUN: tl.constexpr = 16 if C // THREADS > 16 else C // THREADS
+        RUNS: tl.constexpr = C // THREADS // RUN
+        low, high = tl.split(x.to(tl.int16, bitcast=True).reshape(R, C // 2, 2))
+        step = 0x00800080 if x.dtype == tl.bfloat16 else 0x04000400
+        pairs = tl.inline_asm_elementwise(
+            _ORDERED_PAIR_PTX, "=r,h,h,r", [low, high, step], dtype=tl.int32, is_pure=True, pack=1
+        )
+        pairs = tl.reduce(pairs.reshape(R, RUNS, THREADS, RUN // 2), 3, _max_pair)
+        pairs = tl.reduce(pairs, 1, _max_pair)
+        return tl.maximum(pairs << 16, pairs & -65536)
+    else:
+        return ordered(x.to(tl.float32))
+
+
+@triton.jit
+def _max_pair(a, b):
+    return tl.inline_asm_elementwise(
+        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def finite_amax(maxima, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """[R, L] from `row_maxima` -> [R] fp32, the largest finite magnitude of each row, 0 if none."""
+    most = tl.max(maxima, axis=1)
+    if PACKED and DTYPE == tl.float16:
+        bits = (tl.maximum(most, 0x04000000) - 0x04000000) >> 16
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (tl.maximum(most, 0x00800000) - 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,8 +225,31 @@ def inverse_of(scale):
 
 
 @triton.jit
+def scales_of(amax, floor, FP8_MAX: tl.constexpr, UE8M0: tl.constexpr, PTX: tl.constexpr):
+    """(scale, 1 / scale) of amax >= 0, both as `scale_of` and `inverse_of` round them."""
+    if PTX:
+        # floor >= 1e-30 keeps every step a normal number
+        scale, inverse = tl.inline_asm_elementwise(
+            _SCALES_PTX,
+            "=f,=f,f,f,f",
+            [tl.maximum(amax, floor), 1.0 / FP8_MAX, -FP8_MAX],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        scale = scale_of(amax, floor, FP8_MAX, False)
+        inverse = inverse_of(scale)
+    if UE8M0:
+        code = ue8m0_of(scale)
+        scale = (code << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit
 def silu_mul(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) · up as fp32, rounded to DTYPE after each step, like the unfused operations."""
+    """silu(gate) · up in DTYPE, rounded to it after each step, like the unfused operations."""
     g = gate.to(tl.float32)
     act = tl.div_rn(g, 1.0 + tl.exp(-g))
-    return (act.to(DTYPE).to(tl.float32) * up.to(tl.float32)).to(DTYPE).to(tl.float32)
+    return (act.to(DTYPE).to(tl.float32) * up.to(tl.float32)).to(DTYPE)

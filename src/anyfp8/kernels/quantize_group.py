@@ -1,9 +1,11 @@
 """q[r, gG:(g+1)G] = encode(x / s[r, g]): one scale per G columns of a row, any scale layout.
 
-A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile: a group is 8 or 16 lanes wide, so
-its maximum needs only shuffles. Scales go where their strides say; packed ones are single bytes of
-int32 words (four groups a word, unused bytes 0). Where rows are the scales' fast axis they are the
-tile's too, so that a warp's scale stores touch neighbours.
+A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile. A group of 128 is 8 to 32 lanes
+wide, so its maximum needs no shared memory. One group in a program of one warp is the shortest way:
+its maximum is one instruction, and each lane holds the scale to store. Scales go where their
+strides say; packed ones are single bytes of int32 words (four groups a word, unused bytes 0). Where
+rows are the scales' fast axis they are the tile's too, so that a warp's scale stores touch
+neighbours.
 """
 
 import triton
@@ -11,11 +13,11 @@ import triton.language as tl
 
 from anyfp8.kernels.encode import (
     encode,
-    finite_abs,
-    inverse_of,
-    nan_to_zero,
-    scale_of,
+    finite_amax,
+    row_maxima,
+    scales_of,
     silu_mul,
+    to_fp32,
     ue8m0_of,
 )
 
@@ -41,11 +43,15 @@ def quantize_group_kernel(
     FP8_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ENCODE: tl.constexpr,
+    PTX: tl.constexpr,
+    PACKED_MAX: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    THREADS: tl.constexpr,
     ROWS_FASTEST: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
     UE8M0: tl.constexpr,
     PACKED: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -53,13 +59,13 @@ def quantize_group_kernel(
     NAN_TO_ZERO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    outer = tl.program_id(1).to(tl.int64)
-    stored = N_GROUPS
-    if PACKED:
-        stored = tl.cdiv(N_GROUPS, 4) * 4
-    group_blocks = tl.cdiv(stored, GROUPS)
-    row_block = tl.program_id(0) // group_blocks
-    group_block = tl.program_id(0) % group_blocks
+    """x_outer is None where rows have one level. Grid: blocks of groups, of rows (ROWS_FIRST: the
+    other way round), outer. THREADS share a group.
+    """
+    # axes, not a division: it would delay the load by a tenth of a microsecond
+    group_block = tl.program_id(1 if ROWS_FIRST else 0)
+    row_block = tl.program_id(0 if ROWS_FIRST else 1)
+    outer = tl.program_id(2).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -86,23 +92,28 @@ def quantize_group_kernel(
     mask = inside[:, None] & (cols < K)
     if BLOCK_G != G:
         mask = mask & (lanes < G)[None, :]
+    if x_outer is not None:
+        x_ptr += outer * x_outer
+        q_ptr += outer * q_outer
+        s_ptr += outer * s_outer
     # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
     rows = rows.to(tl.int64)
-    x_at = x_ptr + outer * x_outer + (rows * x_inner)[:, None] + cols
+    x_at = x_ptr + (rows * x_inner)[:, None] + cols
     x = tl.load(x_at, mask=mask, other=0.0)
     if SILU_MUL:
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
-    x = x.to(tl.float32)
-    if NAN_TO_ZERO:
-        x = nan_to_zero(x)
-    scale = scale_of(tl.max(finite_abs(x), axis=1), floor, FP8_MAX, UE8M0)  # [ROWS · GROUPS]
-    q = encode(x * inverse_of(scale)[:, None], FP8_DTYPE, FP8_MAX, ENCODE)
-    tl.store(q_ptr + outer * q_outer + (rows * q_inner)[:, None] + cols, q, mask=mask)
+    maxima = row_maxima(x, PACKED_MAX, THREADS)
+    amax = finite_amax(maxima, x.dtype, PACKED_MAX)  # [ROWS · GROUPS]
+    scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
+    y = to_fp32(x, PACKED_MAX) * inverse[:, None]
+    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
+    tl.store(q_ptr + (rows * q_inner)[:, None] + cols, q, mask=mask)
 
-    s_at = s_ptr + outer * s_outer + rows * s_inner
+    s_at = s_ptr + rows * s_inner
     if PACKED:
         # strides count bytes: s_group from one word's column of words to the next
         code = tl.where(groups < N_GROUPS, ue8m0_of(scale), 0).to(tl.uint8)
+        stored = tl.cdiv(N_GROUPS, 4) * 4
         s_at += (groups // 4).to(tl.int64) * s_group + groups % 4
         tl.store(s_at, code, mask=valid & (groups < stored))
     else:

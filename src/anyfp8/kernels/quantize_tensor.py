@@ -7,7 +7,7 @@ costs nothing beside the launch it saves and needs neither an atomic nor a clear
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import encode, finite_abs, inverse_of, nan_to_zero, scale_of
+from anyfp8.kernels.encode import encode, finite_abs, inverse_of, scale_of
 
 
 @triton.jit(do_not_specialize=["M", "OUTER"])
@@ -85,9 +85,7 @@ def quantize_scaled_kernel(
             tl.store(s_ptr, scale)
     elif SCALE == "given":
         inverse = inverse_of(tl.load(s_ptr).to(tl.float32))
-    if NAN_TO_ZERO:
-        x = nan_to_zero(x)
-    q = encode(x * inverse, FP8_DTYPE, FP8_MAX, ENCODE)
+    q = encode(x * inverse, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
     at = q_ptr + outer * q_outer + first + (rows * q_inner)[:, None] + cols[None, :]
     tl.store(at, q, mask=mask)
     if PDL:

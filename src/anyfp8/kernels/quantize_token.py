@@ -1,8 +1,9 @@
 """q[r, :] = encode(x[r, :] / s[r]), s[r] = finite amax of the row / max: one scale per row.
 
-Rows are read once and stay in registers up to BLOCK_K columns; the loop kernel reads them twice and
-takes any K. Axis 1 of the grid is the outer of at most two levels of rows, so that strided
-[batch, tokens, K] needs no copy.
+Rows are read once and stay in registers, as BLOCK_K columns and TAIL_K more: 12,288 columns are
+8,192 and 4,096, since a power of two would compute a quarter for nothing. The loop kernel reads
+rows twice and takes any K. Axis 1 of the grid is the outer of at most two levels of rows, so that
+strided [batch, tokens, K] needs no copy.
 """
 
 import triton
@@ -11,10 +12,11 @@ import triton.language as tl
 from anyfp8.kernels.encode import (
     encode,
     finite_abs,
-    inverse_of,
-    nan_to_zero,
-    scale_of,
+    finite_amax,
+    row_maxima,
+    scales_of,
     silu_mul,
+    to_fp32,
 )
 
 
@@ -36,32 +38,57 @@ def quantize_token_kernel(
     FP8_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ENCODE: tl.constexpr,
+    PTX: tl.constexpr,
+    PACKED_MAX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr,
+    THREADS: tl.constexpr,
     SILU_MUL: tl.constexpr,
     NAN_TO_ZERO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
-    outer = tl.program_id(1).to(tl.int64)
+    """x_outer is None where rows have one level; THREADS share a row."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    cols = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     valid = rows < M
-    mask = valid[:, None] & (cols < K)[None, :]
+    if x_outer is not None:
+        outer = tl.program_id(1).to(tl.int64)
+        x_ptr += outer * x_outer
+        q_ptr += outer * q_outer
+        s_ptr += outer * s_outer
+    # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
     rows = rows.to(tl.int64)
-    x_at = x_ptr + outer * x_outer + (rows * x_inner)[:, None] + cols[None, :]
+    x_at = x_ptr + (rows * x_inner)[:, None]
+    q_at = q_ptr + (rows * q_inner)[:, None]
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    mask = valid[:, None] & (cols < K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_at, mask=mask, other=0.0)
-    if SILU_MUL:
-        x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
-    x = x.to(tl.float32)
-    if NAN_TO_ZERO:
-        x = nan_to_zero(x)
-    scale = scale_of(tl.max(finite_abs(x), axis=1), floor, FP8_MAX, False)  # [ROWS]
-    q = encode(x * inverse_of(scale)[:, None], FP8_DTYPE, FP8_MAX, ENCODE)
-    tl.store(q_ptr + outer * q_outer + (rows * q_inner)[:, None] + cols[None, :], q, mask=mask)
-    tl.store(s_ptr + outer * s_outer + rows * s_inner, scale, mask=valid)
+    x = _load(x_at, cols, mask, K, SILU_MUL)  # [ROWS, BLOCK_K]
+    if TAIL_K:
+        tail_cols = BLOCK_K + tl.arange(0, TAIL_K)[None, :]
+        tail_mask = valid[:, None] & (tail_cols < K)
+        tail = _load(x_at, tail_cols, tail_mask, K, SILU_MUL)  # [ROWS, TAIL_K]
+    maxima = row_maxima(x, PACKED_MAX, THREADS)
+    if TAIL_K:
+        tail_maxima = row_maxima(tail, PACKED_MAX, THREADS)
+        if PACKED_MAX:
+            maxima = tl.maximum(maxima, tail_maxima)
+            amax = finite_amax(maxima, x.dtype, PACKED_MAX)
+        else:
+            amax = finite_amax(maxima, x.dtype, PACKED_MAX)
+            amax = tl.maximum(amax, finite_amax(tail_maxima, x.dtype, PACKED_MAX))
+    else:
+        amax = finite_amax(maxima, x.dtype, PACKED_MAX)
+    scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)  # [ROWS]
+    y = to_fp32(x, PACKED_MAX) * inverse[:, None]
+    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
+    tl.store(q_at + cols, q, mask=mask)
+    if TAIL_K:
+        y = to_fp32(tail, PACKED_MAX) * inverse[:, None]
+        q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
+        tl.store(q_at + tail_cols, q, mask=tail_mask)
+    tl.store(s_ptr + rows * s_inner, scale, mask=valid)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -83,38 +110,40 @@ def quantize_token_loop_kernel(
     FP8_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ENCODE: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     NAN_TO_ZERO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    outer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + outer * x_outer + row * x_inner
-    q_row = q_ptr + outer * q_outer + row * q_inner
+    if x_outer is not None:
+        outer = tl.program_id(1).to(tl.int64)
+        x_ptr += outer * x_outer
+        q_ptr += outer * q_outer
+        s_ptr += outer * s_outer
+    x_at = x_ptr + row * x_inner
     if PDL:
         tl.extra.cuda.gdc_wait()
     amax = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        amax = tl.maximum(amax, finite_abs(_load(x_row, cols, K, SILU_MUL, NAN_TO_ZERO)))
-    scale = scale_of(tl.max(amax, axis=0), floor, FP8_MAX, False)
-    inverse = inverse_of(scale)
+        x = _load(x_at, cols, cols < K, K, SILU_MUL)
+        amax = tl.maximum(amax, finite_abs(x.to(tl.float32)))
+    scale, inverse = scales_of(tl.max(amax, axis=0), floor, FP8_MAX, False, PTX)
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        x = _load(x_row, cols, K, SILU_MUL, NAN_TO_ZERO)
-        tl.store(q_row + cols, encode(x * inverse, FP8_DTYPE, FP8_MAX, ENCODE), mask=cols < K)
-    tl.store(s_ptr + outer * s_outer + row * s_inner, scale)
+        x = _load(x_at, cols, cols < K, K, SILU_MUL)
+        q = encode(x.to(tl.float32) * inverse, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
+        tl.store(q_ptr + row * q_inner + cols, q, mask=cols < K)
+    tl.store(s_ptr + row * s_inner, scale)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _load(x_row, cols, K, SILU_MUL: tl.constexpr, NAN_TO_ZERO: tl.constexpr):
-    x = tl.load(x_row + cols, mask=cols < K, other=0.0)
+def _load(x_at, cols, mask, K, SILU_MUL: tl.constexpr):
+    x = tl.load(x_at + cols, mask=mask, other=0.0)
     if SILU_MUL:
-        x = silu_mul(x, tl.load(x_row + K + cols, mask=cols < K, other=0.0), x.dtype)
-    x = x.to(tl.float32)
-    if NAN_TO_ZERO:
-        x = nan_to_zero(x)
+        x = silu_mul(x, tl.load(x_at + K + cols, mask=mask, other=0.0), x.dtype)
     return x

@@ -3,7 +3,7 @@
 A kernel is launched on its tensors' GPU. CPU tensors go to the reference (`target_of` answers
 None), except in Triton's interpreter, where the kernels themselves run on them. A test can put
 another `Target` in force: `testing.on_architecture` runs the same launches as sm_80 code on a newer
-GPU.
+GPU. Triton takes tens of microseconds to find again what it compiled; `Launcher` remembers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,19 +52,59 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
 
 
-def run_here(launch: Launch) -> None:
-    """Launch through Triton on the tensors' own GPU, whichever is current."""
-    options = launch.options
-    if launch.pdl:
-        options["launch_pdl"] = True
-    call = functools.partial(
-        launch.kernel[launch.grid], **launch.arguments, **launch.constants, **options
-    )
-    if launch.device.type == "cuda":
-        with torch.cuda.device(launch.device):
-            call()
-    else:
-        call()
+class Launcher:
+    """Starts launches on their tensors' GPU, and remembers what Triton compiled for each form.
+
+    Triton compiles a form for dtypes, 16-byte alignment of pointers, integers that are 1, multiples
+    of 16 or wider than 32 bits, and constants. What comes again in the same form goes straight to
+    the compiled kernel.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, launch: Launch) -> None:
+        device = launch.device
+        if device.type != "cuda":
+            launch.kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
+        elif device.index == torch.cuda.current_device():
+            self._start(launch, device.index)
+        else:
+            with torch.cuda.device(device):
+                self._start(launch, device.index)
+
+    def _start(self, launch: Launch, device_index: int | None) -> None:
+        key = (
+            launch.kernel,
+            device_index,
+            launch.num_warps,
+            launch.pdl,
+            *launch.constants.values(),
+            *map(_form_of, launch.arguments.values()),
+        )
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, constants = known
+            compiled[(*launch.grid, 1, 1)[:3]](*launch.arguments.values(), *constants)
+            return
+        options = launch.options
+        if launch.pdl:
+            options["launch_pdl"] = True
+        compiled = launch.kernel[launch.grid](**launch.arguments, **launch.constants, **options)
+        names = launch.kernel.arg_names
+        # a compiled kernel takes its arguments by position
+        if names[: len(launch.arguments)] == list(launch.arguments):
+            constants = tuple(launch.constants[name] for name in names[len(launch.arguments) :])
+            self._compiled[key] = compiled, constants
+
+
+def _form_of(argument: Any) -> Any:
+    """What of a run-time argument Triton may compile for; finer than it needs to be."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
+    return type(argument)
 
 
 @dataclass(frozen=True)
@@ -78,24 +119,41 @@ class Target:
 
     capability: tuple[int, int] | None
     interpreted: bool = False
-    run: Callable[[Launch], None] = field(default=run_here)
+    run: Callable[[Launch], None] = field(default_factory=Launcher)
 
     @property
     def has_pdl(self) -> bool:
         return self.capability is not None and self.capability >= (9, 0)
 
-    def numerics(self, fmt: fp8.Format) -> dict[str, Any]:
+    def numerics(self, fmt: fp8.Format) -> Mapping[str, Any]:
         """The three compile-time arguments that say how bytes are encoded."""
-        import triton.language as tl
+        return _numerics(fmt, self.capability, self.interpreted)
 
-        encoding = fp8.encoding_for(
-            fmt, cuda_capability=self.capability, interpreted=self.interpreted
-        )
-        return {
+    def maxima(self, x: torch.Tensor, columns: int) -> dict[str, bool]:
+        """The two compile-time arguments that say how maxima and scales are computed.
+
+        Args:
+            columns: of the kernel's tile.
+        """
+        # max.s16x2 came with SM90, as dependent launch did
+        packed = self.has_pdl and x.element_size() == 2 and columns >= 8
+        return {"PTX": self.capability is not None, "PACKED_MAX": packed}
+
+
+@functools.cache
+def _numerics(
+    fmt: fp8.Format, capability: tuple[int, int] | None, interpreted: bool
+) -> Mapping[str, Any]:
+    import triton.language as tl
+
+    encoding = fp8.encoding_for(fmt, cuda_capability=capability, interpreted=interpreted)
+    return MappingProxyType(
+        {
             "FP8_DTYPE": getattr(tl, encoding.triton_type),
             "FP8_MAX": fmt.max,
             "ENCODE": encoding.how,
         }
+    )
 
 
 _forced: ContextVar[Target | None] = ContextVar("anyfp8_quantize_target", default=None)
@@ -129,7 +187,7 @@ def target_of(device: torch.device) -> Target | None:
             want="Triton 3.6 to 3.9",
             hint="install a CUDA or ROCm build of torch, which brings it; or move x to the CPU",
         )
-    return Target(_capability(device.type, device.index))
+    return _native(device.type, device.index)
 
 
 @functools.cache
@@ -154,7 +212,7 @@ def interpreting() -> bool:
 
 
 @functools.cache
-def _capability(device_type: str, index: int | None) -> tuple[int, int] | None:
+def _native(device_type: str, index: int | None) -> Target:
     if device_type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(index)
+        return Target(None)
+    return Target(torch.cuda.get_device_capability(index))

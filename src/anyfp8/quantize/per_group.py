@@ -7,6 +7,7 @@ kernel writes each directly. The padding rows of the aligned layouts hold anythi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, target_of
 from anyfp8.quantize.per_token import halved
 from anyfp8.quantize.rows import (
+    MAX_OUTER,
     Rows,
     check_floor,
     check_input,
@@ -24,6 +26,7 @@ from anyfp8.quantize.rows import (
     data_dtype,
     each_fold,
     next_power_of_2,
+    threads_of,
 )
 
 WHAT = "quantize per token group"
@@ -39,17 +42,27 @@ class GroupConfig:
     num_warps: int
 
 
+@functools.lru_cache(maxsize=4096)
 def group_config(m: int, n_groups: int, group: int, rows_fastest: bool = False) -> GroupConfig:
-    """16 values a thread in many small programs with few rows, 4,096 values a program with many."""
+    """A warp for each group while all groups fit on the GPU at once; then larger tiles."""
     block = next_power_of_2(group)
-    values = 1024 if m <= 64 else 4096
+    total = m * n_groups
+    # (values of a program, warps)
+    if total <= 2048:
+        values, warps = 128, 1
+    elif total <= 16384 or rows_fastest:
+        values, warps = 2048, 4
+    else:
+        values, warps = 1024, 1
+    if rows_fastest and total > 32768:
+        values = 4096
     items = max(1, values // block)
     across = min(items, next_power_of_2(n_groups))
-    if rows_fastest and m > 64:
+    if rows_fastest:
         # scale stores of a warp are neighbours where several rows share a program
-        across = max(1, min(across, items // 8))
+        across = max(1, min(across, 4))
     rows = max(1, min(items // across, next_power_of_2(m)))
-    return GroupConfig(rows, across, max(1, min(8, rows * across * block // 1024)))
+    return GroupConfig(rows, across, max(1, min(warps, rows * across * block // 128)))
 
 
 def per_group(
@@ -172,6 +185,14 @@ def launch_groups(
         s_group = tensors[2].stride(-2 if result.packed else -1)
         rows_fastest = s_inner < s_group
         c = config or group_config(rows.outer * rows.inner, n_groups, group, rows_fastest)
+        block = next_power_of_2(group)
+        threads = threads_of(c.rows * c.groups, block, c.num_warps)
+        written = -(-n_groups // 4) * 4 if result.packed else n_groups
+        grid = (-(-written // c.groups), -(-rows.inner // c.rows), rows.outer)
+        rows_first = grid[1] > MAX_OUTER
+        if rows_first:
+            grid = (grid[1], grid[0], grid[2])
+        one_level = rows.outer == 1
         arguments = {
             "x_ptr": tensors[0],
             "q_ptr": tensors[1],
@@ -180,22 +201,25 @@ def launch_groups(
             "M": rows.inner,
             "K": k,
             "N_GROUPS": n_groups,
-            "x_outer": x_outer,
+            "x_outer": None if one_level else x_outer,
             "x_inner": x_inner,
-            "q_outer": q_outer,
+            "q_outer": None if one_level else q_outer,
             "q_inner": q_inner,
-            "s_outer": s_outer,
+            "s_outer": None if one_level else s_outer,
             "s_inner": s_inner,
             "s_group": s_group,
             "floor": float(eps),
         }
         constants = dict(
             **target.numerics(result.fmt),
+            **target.maxima(x, block),
             G=group,
-            BLOCK_G=next_power_of_2(group),
+            BLOCK_G=block,
             ROWS=c.rows,
             GROUPS=c.groups,
+            THREADS=threads,
             ROWS_FASTEST=rows_fastest,
+            ROWS_FIRST=rows_first,
             UE8M0=ue8m0,
             PACKED=result.packed,
             COUNTS=counts_mode,
@@ -203,8 +227,6 @@ def launch_groups(
             NAN_TO_ZERO=nan_to_zero,
             PDL=pdl and target.has_pdl,
         )
-        written = -(-n_groups // 4) * 4 if result.packed else n_groups
-        grid = (-(-rows.inner // c.rows) * -(-written // c.groups), rows.outer)
         use_pdl = constants["PDL"]
         launch = Launch(quantize_group_kernel, grid, arguments, constants, c.num_warps, use_pdl)
         target.run(launch)

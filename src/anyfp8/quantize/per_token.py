@@ -8,6 +8,7 @@ anything.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from anyfp8.quantize.rows import (
     data_dtype,
     each_fold,
     next_power_of_2,
+    threads_of,
 )
 
 WHAT = "quantize per token"
@@ -32,21 +34,29 @@ MAX_BLOCK_K = 32768
 
 @dataclass(frozen=True)
 class TokenConfig:
-    """How rows are dealt out: `rows` a program, `block_k` columns at a time, `num_warps`."""
+    """How rows are dealt out: `rows` a program, `block_k` + `tail_k` columns of each, `num_warps`.
+
+    Rows that are longer are read twice, `block_k` columns at a time.
+    """
 
     rows: int
     block_k: int
     num_warps: int
+    tail_k: int = 0
 
 
+@functools.lru_cache(maxsize=4096)
 def token_config(m: int, k: int) -> TokenConfig:
-    """One row a program where rows are long or few; several short rows where there are many."""
+    """One row a program, several short ones where there are many; 16 values a thread and up."""
     block_k = min(next_power_of_2(k), MAX_BLOCK_K)
     rows = max(1, 4096 // block_k) if m > 256 else 1
-    # 16 values a thread hide latency best with few rows, 32 fill the memory pipes with many
-    values = 16 if m <= 256 else 32
-    warps = rows * block_k // (32 * values)
-    return TokenConfig(rows, block_k, max(1, min(16, warps)))
+    warps = max(1, min(8 if block_k <= 16384 else 16, rows * block_k // 512))
+    half = block_k // 2
+    tail_k = next_power_of_2(k - half) if half < k else block_k
+    # four values for each thread, so that none waits
+    if 128 * warps <= tail_k < half:
+        return TokenConfig(rows, half, warps, tail_k)
+    return TokenConfig(rows, block_k, warps)
 
 
 def per_token(
@@ -115,32 +125,37 @@ def per_token(
     def start(rows: Rows, tensors: list[torch.Tensor]) -> None:
         c = config or token_config(rows.outer * rows.inner, k)
         (x_outer, x_inner), (q_outer, q_inner), (s_outer, s_inner) = rows.strides
+        one_level = rows.outer == 1
         arguments = {
             "x_ptr": tensors[0],
             "q_ptr": tensors[1],
             "s_ptr": tensors[2],
             "M": rows.inner,
             "K": k,
-            "x_outer": x_outer,
+            "x_outer": None if one_level else x_outer,
             "x_inner": x_inner,
-            "q_outer": q_outer,
+            "q_outer": None if one_level else q_outer,
             "q_inner": q_inner,
-            "s_outer": s_outer,
+            "s_outer": None if one_level else s_outer,
             "s_inner": s_inner,
             "floor": float(eps),
         }
         constants = dict(
             **target.numerics(fmt),
-            BLOCK_K=c.block_k,
             SILU_MUL=silu_mul,
             NAN_TO_ZERO=nan_to_zero,
+            BLOCK_K=c.block_k,
             PDL=pdl and target.has_pdl,
         )
-        if c.block_k >= k:
+        if c.block_k + c.tail_k >= k:
             kernel, grid = quantize_token_kernel, (-(-rows.inner // c.rows), rows.outer)
-            constants["ROWS"] = c.rows
+            smallest = c.tail_k or c.block_k
+            threads = threads_of(c.rows, smallest, c.num_warps)
+            constants.update(target.maxima(x, smallest))
+            constants.update(ROWS=c.rows, TAIL_K=c.tail_k, THREADS=threads)
         else:
             kernel, grid = quantize_token_loop_kernel, (rows.inner, rows.outer)
+            constants["PTX"] = target.maxima(x, c.block_k)["PTX"]
         use_pdl = constants["PDL"]
         target.run(Launch(kernel, grid, arguments, constants, c.num_warps, use_pdl))
 

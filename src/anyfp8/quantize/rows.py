@@ -7,6 +7,7 @@ each: never by a hidden copy. The one copy made is of an x whose last dimension 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Rows:
     strides: tuple[tuple[int, int], ...]
 
 
-def fold(shape: Sequence[int], *strides: Sequence[int]) -> Rows | None:
+@functools.lru_cache(maxsize=4096)
+def fold(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows | None:
     """Merge leading dimensions that lie evenly in every tensor; None where three levels remain."""
     levels: list[tuple[int, tuple[int, ...]]] = []
     for size, steps in zip(shape, zip(*strides, strict=True), strict=True):
@@ -60,7 +62,7 @@ def each_fold(
         tensors: the first gives the shape; all are indexed by the same leading dimensions.
         leading: how many dimensions count rows.
     """
-    shape = tensors[0].shape[:leading]
+    shape = tuple(tensors[0].shape[:leading])
     if math.prod(shape) == 0:
         return
     rows = fold(shape, *(t.stride()[:leading] for t in tensors))
@@ -168,3 +170,14 @@ def _overlaps(out: torch.Tensor) -> bool:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def threads_of(rows: int, columns: int, num_warps: int) -> int:
+    """Threads that share a row of a [rows, columns] tile of 16-bit values, as Triton deals it out.
+
+    A thread takes up to 16 neighbouring columns, the bytes of one store; threads go along rows
+    first.
+    """
+    threads = 32 * num_warps
+    together = max(2, min(16, rows * columns // threads))
+    return max(1, min(threads, columns // together))

@@ -3,7 +3,9 @@
 Each cell (kind, K, M) is one race: ours, ours with NaN replaced, a copy kernel that moves the same
 bytes, an empty kernel, and every peer that loads. Ours is checked against the reference on the same
 random data first, or there is no number. Buffers rotate through four times the L2, 64 at most:
-below M ≈ 256 they stay warm there, as activations do in a model.
+below M ≈ 256 they stay warm there, as activations do in a model. A peer that allocates its outputs
+(marked *) writes the same memory in every call of the graph, hot in L2: it races our call without
+`out`, which does the same.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Cell:
         copy_us: of a copy kernel moving the same bytes; copy_share: copy_us / us.
         empty_us: of an empty kernel; times_empty: us / empty_us.
         sanitize: time with NaN replaced / time without.
-        peers: name -> time of the peer / time of ours, one Ratio a run.
+        peers: name -> time of the peer / time of ours (of our allocating call for a name with *),
+            one Ratio a run.
+        allocating_us: of our allocating call.
         peer_us: name -> µs.
     """
 
@@ -54,6 +58,7 @@ class Cell:
     empty_us: float
     times_empty: float
     sanitize: float
+    allocating_us: float
     buffers: int
     peers: dict[str, list[Ratio]] = field(default_factory=dict)
     peer_us: dict[str, float] = field(default_factory=dict)
@@ -83,6 +88,13 @@ def _ours(kind: str, x: torch.Tensor, q: torch.Tensor, s: torch.Tensor, nan: boo
         return lambda: quantize.per_token(x, out=q, out_scale=s, nan_to_zero=nan)
     layout = "tma" if kind == "group-column" else "row"
     return lambda: quantize.per_group(x, GROUP, layout=layout, out=q, out_scale=s, nan_to_zero=nan)
+
+
+def _allocating(kind: str, x: torch.Tensor) -> Call:
+    if kind == "token":
+        return lambda: quantize.per_token(x)
+    layout = "tma" if kind == "group-column" else "row"
+    return lambda: quantize.per_group(x, GROUP, layout=layout)
 
 
 def _empty_scale(kind: str, m: int, k: int) -> torch.Tensor:
@@ -149,11 +161,12 @@ def measure(kind: str, k: int, m: int, peers: Sequence[Peer], runs: int, rounds:
     contenders: dict[str, list[Call]] = {
         "ours": [_ours(kind, *each) for each in sets],
         "ours nan_to_zero": [_ours(kind, *each, nan=True) for each in sets],
+        "ours allocating": [_allocating(kind, x) for x in xs],
         "empty": [lambda: empty[(1,)](x, num_warps=4)] * 64,
         **_copy_calls(xs, qs),
     }
     failed: dict[str, str] = {}
-    names: list[str] = []
+    rivals: dict[str, str] = {}
     for peer in peers:
         if peer.kind != kind:
             continue
@@ -167,8 +180,9 @@ def measure(kind: str, k: int, m: int, peers: Sequence[Peer], runs: int, rounds:
         except Exception as error:  # a peer may refuse a shape in its own way
             failed[peer.name] = repr(error)[:200]
             continue
-        contenders[peer.name] = calls
-        names.append(peer.name)
+        name = f"{peer.name}*" if peer.allocates else peer.name
+        contenders[name] = calls
+        rivals[name] = "ours allocating" if peer.allocates else "ours"
     results = [timing.race(contenders, rounds) for _ in range(runs)]
     first = results[0]
     copies_us = {n: min(r[n].us for r in results) for n in first if n.startswith("copy")}
@@ -185,9 +199,10 @@ def measure(kind: str, k: int, m: int, peers: Sequence[Peer], runs: int, rounds:
         empty_us=_lower_median(results, "empty"),
         times_empty=_median(1 / timing.ratio(r["empty"], r["ours"]).value for r in results),
         sanitize=_median(timing.ratio(r["ours nan_to_zero"], r["ours"]).value for r in results),
+        allocating_us=_lower_median(results, "ours allocating"),
         buffers=copies,
-        peers={n: [timing.ratio(r[n], r["ours"]) for r in results] for n in names},
-        peer_us={n: _lower_median(results, n) for n in names},
+        peers={n: [timing.ratio(r[n], r[rival]) for r in results] for n, rival in rivals.items()},
+        peer_us={n: _lower_median(results, n) for n in rivals},
         failed=failed,
     )
 

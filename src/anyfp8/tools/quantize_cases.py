@@ -14,6 +14,8 @@ import torch
 
 from anyfp8 import fp8, quantize, reference, testing
 from anyfp8.problem import QTensor
+from anyfp8.quantize.per_group import GroupConfig
+from anyfp8.quantize.per_token import TokenConfig
 
 COLUMNS = (16, 100, 576, 4096, 12288, 28672)
 ROWS = (0, 1, 3, 17, 257)
@@ -130,12 +132,29 @@ def _token_cases() -> Iterator[Case]:
             lambda x, fmt=fmt: quantize.per_token(x, fmt=fmt),
             lambda x, fmt=fmt: reference.quantize_per_token(x, fmt),
         )
-    yield Case(
-        "token-nan-to-zero",
-        lambda: odd_rows(torch.bfloat16),
-        lambda x: quantize.per_token(x, nan_to_zero=True),
-        lambda x: reference.quantize_per_token(reference.nan_to_zero(x)),
-    )
+    for fmt in (fp8.E4M3FN, fp8.E5M2, fp8.E4M3FNUZ):
+        yield Case(
+            f"token-nan-to-zero-{fmt.name}",
+            lambda: testing.every_16_bit_pattern(torch.bfloat16).view(64, 1024),
+            lambda x, fmt=fmt: quantize.per_token(x, fmt=fmt, nan_to_zero=True),
+            lambda x, fmt=fmt: reference.quantize_per_token(reference.nan_to_zero(x), fmt),
+        )
+    for config in (
+        TokenConfig(1, 1024, 1),
+        TokenConfig(4, 1024, 4),
+        TokenConfig(1, 1024, 8),
+        TokenConfig(2, 512, 2, 256),
+        TokenConfig(1, 512, 1, 256),
+        TokenConfig(1, 256, 4),
+    ):
+        for dtype in DTYPES:
+            yield Case(
+                f"token-{config.rows}x{config.block_k}+{config.tail_k}-warps{config.num_warps}"
+                f"-{_name(dtype)}",
+                lambda dtype=dtype: odd_rows(dtype, 700),
+                lambda x, config=config: quantize.per_token(x, config=config),
+                reference.quantize_per_token,
+            )
 
 
 def _grouped(x: torch.Tensor, group: int, layout: str, ue8m0: bool, fmt: fp8.Format) -> QTensor:
@@ -190,6 +209,23 @@ def _group_cases() -> Iterator[Case]:
         )
     for fmt in (fp8.E4M3FNUZ, fp8.E5M2):
         yield _group_case(f"group128-{fmt.name}", lambda: odd_rows(torch.bfloat16), 128, fmt=fmt)
+    yield Case(
+        "group128-nan-to-zero",
+        lambda: odd_rows(torch.bfloat16),
+        lambda x: quantize.per_group(x, nan_to_zero=True),
+        lambda x: reference.quantize_per_group(reference.nan_to_zero(x), 128),
+    )
+    for rows, groups, warps in ((1, 1, 1), (1, 2, 1), (1, 8, 1), (1, 8, 4), (4, 4, 4), (8, 4, 8)):
+        for layout in ("row", "tma"):
+            config = GroupConfig(rows, groups, warps)
+            yield Case(
+                f"group128-{layout}-{rows}x{groups}-warps{warps}",
+                lambda: odd_rows(torch.bfloat16, 1280),
+                lambda x, layout=layout, config=config: quantize.per_group(
+                    x, layout=layout, config=config
+                ),
+                lambda x, layout=layout: _grouped(x, 128, layout, False, fp8.E4M3FN),
+            )
     yield _group_case("group100-ragged", _rows(5, 576, torch.bfloat16), 100)
     yield _group_case("group128-ragged-column", _rows(5, 576, torch.bfloat16), 128, "column")
 

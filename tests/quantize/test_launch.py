@@ -1,0 +1,79 @@
+"""Compiled kernels are found again: Triton is asked once for each form of a launch."""
+
+import pytest
+import torch
+
+from anyfp8.quantize.launch import Launch, Launcher
+
+
+class Compiled:
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append((grid, arguments))
+
+
+class Kernel:
+    """Stands in for a @triton.jit function of x_ptr, M and the constant BLOCK."""
+
+    def __init__(self, arg_names=("x_ptr", "M", "BLOCK")):
+        self.arg_names = list(arg_names)
+        self.compilations = []
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid):
+        def launch(**arguments):
+            self.compilations.append((grid, arguments))
+            return self.compiled
+
+        return launch
+
+
+def start(launcher, kernel, x, m=7, block=64, pdl=False):
+    launch = Launch(kernel, (3, 2), {"x_ptr": x, "M": m}, {"BLOCK": block}, 4, pdl)
+    launcher._start(launch, 0)
+
+
+def test_the_first_launch_compiles_and_the_next_goes_straight_to_the_kernel():
+    kernel, launcher = Kernel(), Launcher()
+    x, y = torch.zeros(32), torch.zeros(64)
+    start(launcher, kernel, x)
+    start(launcher, kernel, y, m=9)
+    (grid, arguments), *others = kernel.compilations
+    assert not others
+    assert grid == (3, 2)
+    assert arguments["x_ptr"] is x
+    assert arguments["enable_fp_fusion"] is False
+    ((grid, passed),) = kernel.compiled.calls
+    assert grid == (3, 2, 1)
+    assert passed[0] is y
+    assert passed[1:] == (9, 64)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(33)[1:]},
+        {"x": torch.zeros(32, dtype=torch.bfloat16)},
+        {"m": 1},
+        {"m": 16},
+        {"m": 1 << 31},
+        {"block": 128},
+        {"pdl": True},
+    ],
+    ids=["alignment", "dtype", "one", "divisible", "int64", "constant", "pdl"],
+)
+def test_another_form_is_compiled_by_itself(other):
+    kernel, launcher = Kernel(), Launcher()
+    start(launcher, kernel, torch.zeros(32))
+    start(launcher, kernel, **{"x": torch.zeros(32), **other})
+    assert len(kernel.compilations) == 2
+    assert not kernel.compiled.calls
+
+
+def test_arguments_in_another_order_than_the_kernels_always_ask_triton():
+    kernel, launcher = Kernel(["M", "x_ptr", "BLOCK"]), Launcher()
+    for _ in range(2):
+        start(launcher, kernel, torch.zeros(32))
+    assert len(kernel.compilations) == 2
