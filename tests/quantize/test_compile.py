@@ -55,6 +55,19 @@ def test_rows_are_moved_sixteen_bytes_at_a_time():
     assert "st.global.v4.b32" in code
 
 
+def test_a_group_in_one_warp_takes_its_maximum_in_one_instruction():
+    code = ptx("sm_90", "group one row")
+    assert code.count("redux.sync.max.s32") == 1
+    assert not re.search(r"shfl|bar\.sync|st\.shared", code)
+
+
+@pytest.mark.parametrize("name", ["token", "token tail"])
+def test_threads_reduce_what_they_hold_before_they_talk(name):
+    code = ptx("sm_90", name)
+    assert code.count("redux.sync.max.s32") >= 1
+    assert code.count("bar.sync") <= 2
+
+
 def test_an_overflowing_row_product_is_found():
     ttir = """
       tt.func @k(%x_inner: i32, %M: i32) {
