@@ -147,7 +147,9 @@ def summarize(matrix: dict[str, Any]) -> dict[str, Any]:
         architecture: {
             dtype: {
                 "compiled": len(found),
-                "most_shared_bytes": max(v for v in found.values() if isinstance(v, int)),
+                "most_shared_bytes": max(
+                    (v for v in found.values() if isinstance(v, int)), default=0
+                ),
                 "faults": {name: v for name, v in found.items() if isinstance(v, list)},
             }
             for dtype, found in by_dtype.items()
