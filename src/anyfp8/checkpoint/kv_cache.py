@@ -92,7 +92,7 @@ def kv_cache_refusal(kv_cache: str, device: Device) -> DeviceError | None:
         f"{device.name} cannot hold the E4M3 KV cache that this checkpoint asks for",
         got=f"KV cache {kv_cache} on {device.arch.name}, which has no E4M3 conversions",
         want="a KV cache in 16 bits there, or in E5M2",
-        hint="serve it with --kv-cache-dtype auto (SGLang: bf16); the linear layers run anyway",
+        hint="serve it with --kv-cache-dtype bfloat16; its linear layers run there",
     )
 
 
