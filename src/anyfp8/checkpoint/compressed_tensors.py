@@ -14,11 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
+import torch
+
+from anyfp8 import fp8
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
+from anyfp8.checkpoint.files import TensorSpec
+from anyfp8.checkpoint.formats import MXFP8, formats_for
 from anyfp8.checkpoint.rules import Rule
 from anyfp8.checkpoint.words import names, number_format, objects, version_of
 from anyfp8.errors import CheckpointError, InputError
-from anyfp8.problem import Scheme
+from anyfp8.problem import QTensor, Scheme
 
 NAME = "compressed-tensors"
 READABLE = (
@@ -31,7 +36,7 @@ PRESETS = {
     "FP8": Scheme("tensor", "tensor"),
     "FP8_DYNAMIC": Scheme("channel", "token", dynamic=True),
     "FP8_BLOCK": Scheme("block", "group", True, (128, 128), 128),
-    "MXFP8": Scheme("block", block=(1, 32), scale_format="ue8m0"),
+    "MXFP8": MXFP8,
 }
 # classes that are linear layers in transformers and in the engines
 _LINEAR = ("Linear", "LinearBase", "ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear")
@@ -171,3 +176,109 @@ def _refuse_transforms(config: Mapping[str, Any]) -> None:
             want="sparsity_config dense or empty, transform_config empty",
             hint="export the model again without sparsity and rotations",
         )
+
+
+def algorithm_for(scheme: Scheme) -> str:
+    """The word for a scheme that this format can hold. Raises InputError for any other."""
+    if NAME not in formats_for(scheme):
+        raise InputError(
+            f"the compressed-tensors format cannot hold {scheme.name}",
+            want="schemes with fp32 scales, or w8a16-block1x32-ue8m0",
+            hint=f"formats that hold it: {', '.join(formats_for(scheme)) or 'none'} (--format)",
+        )
+    return "float-quantized" if scheme.activation != "none" else "naive-quantized"
+
+
+def layer_specs(name: str, scheme: Scheme, n: int, k: int) -> list[TensorSpec]:
+    """Names, dtypes and shapes of the tensors that store a quantized linear, bias and extras aside.
+
+    Raises:
+        InputError: a scheme that the format cannot hold.
+    """
+    algorithm_for(scheme)
+    dtype = "U8" if scheme == MXFP8 else "F32"
+    specs = [
+        TensorSpec(f"{name}.weight", "F8_E4M3", (n, k)),
+        TensorSpec(f"{name}.weight_scale", dtype, _scale_shape(scheme, n, k)),
+    ]
+    if scheme.activation == "tensor" and not scheme.dynamic:
+        specs.append(TensorSpec(f"{name}.input_scale", "F32", (1,)))
+    return specs
+
+
+def layer_tensors(
+    name: str, scheme: Scheme, weight: QTensor, input_scale: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of `layer_specs` from canonical ones."""
+    n, k = weight.data.shape
+    scale = weight.scale.float().reshape(_scale_shape(scheme, n, k))
+    tensors = {
+        f"{name}.weight": weight.codes.view(torch.float8_e4m3fn),
+        f"{name}.weight_scale": fp8.encode_ue8m0(scale) if scheme == MXFP8 else scale,
+    }
+    if scheme.activation == "tensor" and not scheme.dynamic:
+        assert input_scale is not None
+        tensors[f"{name}.input_scale"] = input_scale.float().reshape(1)
+    return tensors
+
+
+def quantization_configs(
+    layers: Mapping[str, Scheme], ignore: Iterable[str], kv_cache: str = ""
+) -> tuple[dict[str, Any], None]:
+    """What goes into config.json as "quantization_config": a group for each scheme."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for name, scheme in layers.items():
+        by_scheme.setdefault(scheme, []).append(name)
+    groups = {}
+    for i, (scheme, names_) in enumerate(by_scheme.items()):
+        targets = ["Linear"] if len(by_scheme) == 1 else sorted(names_)
+        groups[f"group_{i}"] = _written_group(scheme, targets)
+    formats = {group["format"] for group in groups.values()}
+    cache = _written_args("tensor", False) if kv_cache else None
+    config = {
+        "config_groups": groups,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "ignore": sorted(ignore),
+        "kv_cache_scheme": cache,
+        "quant_method": NAME,
+        "quantization_status": "compressed",
+    }
+    return config, None
+
+
+def _written_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    block = scheme.block
+    if scheme == MXFP8:
+        weights = _written_args("group", False, group_size=32, scale_dtype="torch.uint8")
+    elif block is not None and block[0] == 1:
+        weights = _written_args("group", False, group_size=block[1])
+    elif block is not None:
+        weights = _written_args("block", False, block_structure=list(block))
+    else:
+        weights = _written_args(scheme.weight, False)
+    inputs = None
+    if scheme.activation != "none":
+        inputs = _written_args(scheme.activation, scheme.dynamic, group_size=scheme.group)
+    return {
+        "format": "mxfp8-quantized" if scheme == MXFP8 else algorithm_for(scheme),
+        "input_activations": inputs,
+        "output_activations": None,
+        "targets": targets,
+        "weights": weights,
+    }
+
+
+def _written_args(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+    given = {key: value for key, value in more.items() if value is not None}
+    return {
+        "dynamic": dynamic,
+        "num_bits": 8,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "float",
+        **given,
+    }
+
+
+def _scale_shape(scheme: Scheme, n: int, k: int) -> tuple[int, ...]:
+    return scheme.weight_scale_shape(n, k) or (1,)

@@ -5,8 +5,8 @@
 | modelopt | tensor | static |
 | | channel | token |
 | | block 128x128 | none |
-| compressed-tensors | tensor, channel, block | none, static, dynamic tensor, token, group |
-| fine-grained ("fp8") | block | group of the block's width |
+| compressed-tensors | tensor, channel, block, MXFP8 | none, static, dynamic tensor, token, group |
+| finegrained ("fp8") | block | group of the block's width |
 | | tensor | static, dynamic tensor |
 """
 
@@ -19,14 +19,16 @@ MODELOPT: dict[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", "token", dynamic=True),
     "FP8_PB_WO": Scheme("block", block=(128, 128)),
 }
+# microscaling, weights alone: an exponent for 32 columns
+MXFP8 = Scheme("block", block=(1, 32), scale_format="ue8m0")
 
 
 def formats_for(scheme: Scheme) -> tuple[str, ...]:
     """Names of the formats that hold a scheme, the most widely read first; () for none."""
     holders = {
         "modelopt": scheme in MODELOPT.values(),
-        "compressed-tensors": scheme.scale_format == "float32",
-        "fp8": _fine_grained(scheme),
+        "compressed-tensors": scheme.scale_format == "float32" or scheme == MXFP8,
+        "finegrained": _fine_grained(scheme),
     }
     return tuple(name for name, holds in holders.items() if holds)
 

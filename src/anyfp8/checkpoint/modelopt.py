@@ -19,7 +19,7 @@ import torch
 
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import TensorSpec
-from anyfp8.checkpoint.formats import MODELOPT, formats_for
+from anyfp8.checkpoint.formats import MODELOPT, MXFP8, formats_for
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
@@ -28,7 +28,7 @@ NAME = "modelopt"
 # read but not written: TensorRT-LLM's word for fine-grained FP8; microscaling as weight-only
 _READ_ONLY = {
     "FP8_BLOCK_SCALES": Scheme("block", "group", True, (128, 128), 128),
-    "MXFP8": Scheme("block", block=(1, 32), scale_format="ue8m0"),
+    "MXFP8": MXFP8,
 }
 _REFUSED = {
     "NVFP4": "NVFP4 weights are 4-bit: this library runs FP8",
@@ -233,9 +233,7 @@ def algorithm_for(scheme: Scheme) -> str:
     raise InputError(
         f"the ModelOpt format cannot hold {scheme.name}",
         want=", ".join(stored.name for stored in MODELOPT.values()),
-        hint="formats that hold it: "
-        + (", ".join(formats_for(scheme)) or "none")
-        + "; anyfp8 writes modelopt, and run --scheme quantizes while loading",
+        hint=f"formats that hold it: {', '.join(formats_for(scheme)) or 'none'} (--format)",
     )
 
 

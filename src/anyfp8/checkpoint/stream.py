@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from anyfp8 import reference
-from anyfp8.checkpoint import modelopt
 from anyfp8.checkpoint.files import FLOATS, TensorSpec
+from anyfp8.checkpoint.layouts import LAYOUTS, choose_layout
 from anyfp8.checkpoint.linears import not_linear
 from anyfp8.checkpoint.rules import RuleSet
 from anyfp8.checkpoint.sources import Source, write_json
@@ -63,11 +63,12 @@ def quantize_stream(
     input_scales: Mapping[str, float] | None = None,
     exclude: Iterable[str] = ("lm_head",),
     modules: Iterable[str] | None = None,
+    format: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
     overwrite: bool = False,
 ) -> QuantizeReport:
-    """Quantize a model and write it as a ModelOpt checkpoint.
+    """Quantize a model and write it as a checkpoint.
 
     Args:
         source: of `open_source`; never changed.
@@ -77,6 +78,7 @@ def quantize_stream(
         exclude: rules of linears left in 16 bits, as in a checkpoint's ignore list.
         modules: exactly the linears to quantize, `exclude` still applied; None decides by name and
             shape.
+        format: a name of `layouts.LAYOUTS`; None takes ModelOpt's, or the first that can.
         shard_bytes: largest shard.
         progress: called with (tensors done, tensors in all).
         overwrite: replace a folder that holds something, once the new one is complete.
@@ -89,28 +91,34 @@ def quantize_stream(
     """
     started = time.perf_counter()
     exclude = list(exclude)
-    algorithm = modelopt.algorithm_for(scheme)
+    format = choose_layout([scheme], format)
+    layout = LAYOUTS[format]
     _check_apart(source.path, check_output(out, overwrite=overwrite))
     chosen, excluded, unmatched = choose_linears(source, exclude, modules)
     scales = _static_scales(chosen, scheme, input_scales)
+    # what reads this layout keeps scales in the model's own dtype
+    narrow = format == "compressed-tensors" and scheme.scale_format == "float32"
+    scale_dtype = _narrowest(source, chosen) if narrow else None
+    scales = {name: rounded_scale(scale, scale_dtype) for name, scale in scales.items()}
     specs: list[TensorSpec] = []
     for spec in source.specs.values():
         module = spec.name.removesuffix(".weight")
         if spec.name.endswith(".weight") and module in chosen:
-            specs += modelopt.layer_specs(module, scheme, *spec.shape)
+            specs += layout.layer_specs(module, scheme, *spec.shape)
         else:
             specs.append(spec)
     ignore = {name for name, _ in excluded} | ({"lm_head"} if _tied(source) else set())
-    flat, nested = modelopt.quantization_configs(dict.fromkeys(chosen, scheme), ignore)
+    flat, nested = layout.quantization_configs(dict.fromkeys(chosen, scheme), ignore)
     with CheckpointWriter(out, specs, shard_bytes=shard_bytes, overwrite=overwrite) as writer:
         source.write_sidecars(writer.folder)
         write_json(writer.folder / "config.json", {**source.config, "quantization_config": flat})
-        write_json(writer.folder / "hf_quant_config.json", nested)
+        if nested:
+            write_json(writer.folder / "hf_quant_config.json", nested)
         for done, name in enumerate(source.specs, 1):
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module in chosen:
-                weight = quantize_rows(name, source.tensor(name), scheme)
-                for key, tensor in modelopt.layer_tensors(
+                weight = quantize_rows(name, source.tensor(name), scheme, scale_dtype)
+                for key, tensor in layout.layer_tensors(
                     module, scheme, weight, scales.get(module)
                 ).items():
                     writer.add(key, tensor)
@@ -121,8 +129,8 @@ def quantize_stream(
                 progress(done, len(source.specs))
     return QuantizeReport(
         out=str(out),
-        format=modelopt.NAME,
-        algorithm=algorithm,
+        format=format,
+        algorithm=layout.algorithm_for(scheme),
         scheme=scheme.name,
         layers=tuple(chosen),
         excluded=tuple(excluded),
@@ -185,11 +193,14 @@ def choose_linears(
     return chosen, excluded, [p for p in dict.fromkeys(exclude) if p not in used]
 
 
-def quantize_rows(name: str, w: torch.Tensor, scheme: Scheme) -> QTensor:
+def quantize_rows(
+    name: str, w: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None
+) -> QTensor:
     """`reference.quantize_weight` in slices of rows: the same bytes, little memory.
 
     Args:
         name: of the tensor, for messages. w: [N, K] fp32, bf16 or fp16.
+        scale_dtype: round scales to a dtype before they are used, for readers that do.
 
     Raises:
         CheckpointError: w holds inf or NaN; names the index.
@@ -206,14 +217,31 @@ def quantize_rows(name: str, w: torch.Tensor, scheme: Scheme) -> QTensor:
     codes = torch.empty(n, k, dtype=torch.uint8)
     scales = []
     single = reference.scale_of(amax) if scheme.weight == "tensor" else None
+    if single is not None:
+        single = rounded_scale(single, scale_dtype)
     for part in slices:
         if single is not None:
             q = reference.quantize_per_tensor(w[part], single)
         else:
             q = reference.quantize_weight(w[part], scheme)
+            if scale_dtype is not None:
+                q = _encoded_again(w[part], q, scale_dtype)
         codes[part] = q.codes
         scales.append(q.scale)
     return QTensor(codes, scales[0] if single is not None else torch.cat(scales), scheme.block)
+
+
+def rounded_scale(scale: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Scales as a dtype holds them, in fp32; never zero."""
+    if dtype is None:
+        return scale
+    return scale.to(dtype).float().clamp(min=torch.finfo(dtype).smallest_normal)
+
+
+def _encoded_again(w: torch.Tensor, q: QTensor, dtype: torch.dtype) -> QTensor:
+    scale = rounded_scale(q.scale, dtype)
+    full = scale if q.block is None else reference.expand_scale(scale, q.block, w.shape)
+    return QTensor(reference.quantize_with(w, full), scale, q.block)
 
 
 def _refuse_non_finite(name: str, w: torch.Tensor, first_row: int) -> None:
@@ -244,6 +272,11 @@ def _static_scales(
             hint="calibrate on text that reaches every layer, or use a dynamic scheme",
         )
     return {name: torch.tensor(value, dtype=torch.float32) for name, value in given.items()}
+
+
+def _narrowest(source: Source, chosen: Iterable[str]) -> torch.dtype | None:
+    dtypes = {source.specs[f"{name}.weight"].dtype for name in chosen}
+    return torch.bfloat16 if "BF16" in dtypes else torch.float16 if "F16" in dtypes else None
 
 
 def _tied(source: Source) -> bool:
