@@ -1,9 +1,10 @@
 """y = x · (decode(w) · sw)ᵀ + bias in 16-bit arithmetic: FP8 checkpoints on GPUs without FP8 units.
 
 One byte a weight is stored and read; codes become fp16 or bf16 in registers, exactly, and scales
-are applied in fp32 after the product (inside it where they change along K). Few tokens split K, in
-a fixed order; many tokens dequantize the weight in chunks of rows into a bounded scratch and use
-the 16-bit library product, which nothing written in Triton beats there.
+are applied in fp32 after the product (inside it where they change along K). Four kinds of kernel by
+the number of tokens: CUDA cores for one to four, a tile whose warps split K, a plain tile, and for
+many tokens the 16-bit library product over a weight that is dequantized in chunks of rows, which
+nothing written in Triton beats there.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ import torch
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
-from anyfp8.gemm.launch import Launch, facts_of, on_device_of, start
+from anyfp8.gemm.launch import facts_of, on_device_of
 from anyfp8.gemm.tiles import aligned, same_device, triton_missing
 from anyfp8.gemm.triton_row import POINTER_TYPES
-from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
+from anyfp8.gemm.w8a16_run import chunked, decode_of, fused, load_kernel, scale_facts, scale_step
+from anyfp8.problem import DTYPES, Problem, QTensor
 
 if TYPE_CHECKING:
     from anyfp8.device import Device
 
-_SCRATCH_BYTES = 64 << 20
-_WHOLE = 1 << 30  # a "block" longer than any K or N: the scale never changes along it
+# fp32 sums a thread can hold beside decoded operands
+_MAX_SUMS = 128
 
 
 @dataclass(frozen=True)
 class W8A16Config(Config):
-    """how: "fused" decodes in the product's kernel, "chunked" dequantizes and calls the library.
+    """Which kernel and its tile.
 
-    The other fields are of the fused kernel; split_k parts of K are summed by a second kernel.
+    how: "gemv" (CUDA cores, block_m rows of x at once: 1, 2 or 4), "fused" (matrix units) or
+    "chunked" (dequantize, then the library; the other fields do not matter).
+    split_k: parts of K that a second kernel sums. slices: warps of a block that split K; with more
+    than one there are as many warps as slices, and a step covers slices · block_k columns.
     """
 
     how: str = "fused"
@@ -42,31 +47,40 @@ class W8A16Config(Config):
     block_n: int = 64
     block_k: int = 128
     split_k: int = 1
+    slices: int = 1
     num_warps: int = 4
     num_stages: int = 4
 
     def __post_init__(self) -> None:
-        blocks = (self.block_m, self.block_n, self.block_k, self.num_warps)
-        if self.how not in ("fused", "chunked") or min(self.split_k, self.num_stages) < 1:
-            raise InputError("not a W8A16Config", got=repr(self), want="how 'fused' or 'chunked'")
+        blocks = (self.block_m, self.block_n, self.block_k, self.num_warps, self.slices)
+        if self.how not in ("gemv", "fused", "chunked") or min(self.split_k, self.num_stages) < 1:
+            raise InputError(
+                "not a W8A16Config", got=repr(self), want="how 'gemv', 'fused' or 'chunked'"
+            )
         if any(b < 1 or b & (b - 1) for b in blocks):
             raise InputError("not a tile", got=repr(self), want="blocks powers of two")
 
     def smem_bytes(self, device: Device) -> int:
         """Shared memory of one block, never less than what Triton takes."""
-        w, x = self.block_n * self.block_k, 2 * self.block_m * self.block_k
-        out = self.block_m * self.block_n * 4
+        step = self.slices * self.block_k
+        w, x = self.block_n * step, 2 * self.block_m * step
         features = device.arch.features
+        shallow = max(self.num_stages - 1, 1)
+        scales = 4 * self.slices * self.block_n * shallow
+        if self.how == "gemv":
+            sums = 4 * self.block_n * self.num_warps
+            return max(shallow * (w + x) + scales, sums)
+        out = self.slices * self.block_m * self.block_n * 4
         if device.vendor == "nvidia" and "cp_async" not in features:
             # no matrix unit that Triton uses: operands in fp32, no pipeline
             return max(4 * w, 2 * x, out)
-        shallow = max(self.num_stages - 1, 1)
-        if "tcgen05" in features:
+        # instructions of four warps, which slices and small tiles do without
+        wide = self.slices == 1 and self.num_warps >= 4 and self.block_n >= 64
+        if "tcgen05" in features and wide:
             # decoded weights pass through shared memory
             return max(self.num_stages * (w + x) + 2 * w, out) + 16
         # Hopper reads x there and w from registers
-        deep = self.num_stages if "wgmma" in features else shallow
-        scales = 4 * self.block_n * shallow
+        deep = self.num_stages if "wgmma" in features and wide else shallow
         return max(shallow * w + deep * x + scales, out)
 
 
@@ -87,7 +101,7 @@ class TritonW8A16(Backend):
         capability = device.capability
         if problem.x_dtype == "bf16" and capability is not None and capability < (8, 0):
             return f"multiplies bf16 on matrix units and {device.name} has none for it"
-        if self._step(problem) < 16:
+        if scale_step(problem.scheme, problem.k) < 16:
             return f"needs 16 columns of K with one scale, got {problem.scheme.name}"
         return None
 
@@ -95,13 +109,12 @@ class TritonW8A16(Backend):
         assert isinstance(config, W8A16Config)
         if config.how == "chunked":
             return None
-        if config.block_m < 16 or config.block_n < 16 or config.block_k < 16:
-            return "is below the tensor cores' 16x16x16"
-        step = self._step(problem)
-        if config.block_k > step or step % config.block_k:
+        step = scale_step(problem.scheme, problem.k)
+        if config.block_k > step:
             return f"has block_k={config.block_k}, and a scale covers {step} columns of K"
-        if config.block_m * config.block_n > config.num_warps * 32 * 128:
-            return f"does not fit {config.num_warps} warps"
+        complaint = self._shape_complaint(config)
+        if complaint:
+            return complaint
         need = config.smem_bytes(device)
         if need > device.shared_memory:
             return (
@@ -109,9 +122,24 @@ class TritonW8A16(Backend):
             )
         return None
 
+    def _shape_complaint(self, config: W8A16Config) -> str | None:
+        threads = 32 * config.num_warps
+        if config.how == "gemv":
+            if config.block_m > 4 or config.slices > 1:
+                return "multiplies one, two or four rows on CUDA cores"
+            sums = config.block_m * config.block_n * config.block_k
+        else:
+            if min(config.block_m, config.block_n, config.block_k) < 16:
+                return "is below the tensor cores' 16x16x16"
+            if config.slices not in (1, config.num_warps):
+                return f"splits K over {config.slices} warps and has {config.num_warps}"
+            sums = config.block_m * config.block_n * config.slices
+        return f"does not fit {config.num_warps} warps" if sums > threads * _MAX_SUMS else None
+
     def lowered(self, config: Config, problem: Problem, device: Device) -> W8A16Config | None:
         assert isinstance(config, W8A16Config)
-        low = replace(config, block_k=min(config.block_k, self._step(problem)))
+        step = scale_step(problem.scheme, problem.k)
+        low = replace(config, block_k=min(config.block_k, step))
         while self.illegal(low, problem, device):
             if low.num_stages > 2:
                 low = replace(low, num_stages=low.num_stages - 1)
@@ -124,35 +152,73 @@ class TritonW8A16(Backend):
         return low
 
     def default_config(self, problem: Problem, device: Device) -> W8A16Config:
-        """A tile as wide as the tokens, K split until every SM has work; the library from 384."""
-        m, n, k = problem.m, problem.n, problem.k
-        if m >= 384:
+        """CUDA cores to 4 tokens, warps splitting K to 64, a plain tile to 128, then the library.
+
+        K is split over blocks only where N alone leaves most SMs idle: on the H200 any split costs
+        more than it gains from N = 3,000 up.
+        """
+        m, n, k = max(problem.m, 1), problem.n, problem.k
+        if m > 128:
             return W8A16Config("chunked")
-        block_m = next((b for b in (16, 32, 64) if m <= b), 128)
-        block_n = 64 if block_m < 128 else 128
-        tiles = max(1, -(-m // block_m)) * -(-n // block_n)
-        split = 1
-        while tiles * split < (device.sms or 64) and split < 8 and k // (split * 2) >= 512:
-            split *= 2
-        config = W8A16Config("fused", block_m, block_n, 128, split, 4 if block_m < 128 else 8, 4)
+        if m <= 4:
+            config = self._gemv(m, n)
+        elif m <= 64:
+            block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+            block_n = 64 if n > 8192 and block_m < 64 else 32
+            config = W8A16Config("fused", block_m, block_n, 64, 1, 4, 4, 4)
+        else:
+            config = W8A16Config("fused", 128, 128, 64, 1, 1, 8, 4)
         low = self.lowered(config, problem, device)
         assert low is not None, f"no legal default of {self.name} for {problem.key}"
-        return low
+        tiles, sms = -(-n // low.block_n), device.sms or 64
+        split = low.split_k
+        while 2 * tiles * split < sms and split < 8 and k // (split * 2) >= 1024:
+            split *= 2
+        return replace(low, split_k=split)
+
+    def _gemv(self, m: int, n: int) -> W8A16Config:
+        rows = 1 if m == 1 else 2 if m == 2 else 4
+        # sums of all rows stay in registers
+        if rows > 1:
+            return W8A16Config("gemv", rows, 8, 512, 1, 1, 4, 4)
+        if n <= 4096:
+            return W8A16Config("gemv", 1, 8, 512, 1, 1, 2, 4)
+        return W8A16Config("gemv", 1, 8, 1024, 1, 1, 4, 4)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[W8A16Config]:
-        if problem.m >= 128:
-            yield W8A16Config("chunked")
-        for block_m, block_n, block_k in product(
-            (16, 32, 64, 128), (16, 32, 64, 128, 256), (32, 64, 128, 256)
-        ):
-            if block_m > 16 and block_m >= 2 * max(problem.m, 1):
+        """Every legal configuration that does not waste most of its tile."""
+        candidates: list[W8A16Config] = []
+        if problem.m >= 64:
+            candidates.append(W8A16Config("chunked"))
+        if problem.m <= 4:
+            rows = 1 if problem.m <= 1 else 2 if problem.m == 2 else 4
+            tiles = product((4, 8, 16, 32), (128, 256, 512, 1024), (1, 2, 4), (2, 4, 8), (3, 4, 6))
+            candidates += [
+                W8A16Config("gemv", rows, bn, bk, split, 1, warps, stages)
+                for bn, bk, split, warps, stages in tiles
+                if 16 * 32 * warps <= bn * bk
+            ]
+        for block_m in (16, 32, 64, 128):
+            if block_m > 16 and block_m >= 2 * problem.m:
                 continue
-            for split, warps, stages in product((1, 2, 4, 8), (4, 8), (2, 3, 4, 5)):
-                if split > 1 and (problem.m > 64 or split * block_k * 2 > problem.k):
-                    continue
-                config = W8A16Config("fused", block_m, block_n, block_k, split, warps, stages)
-                if self.illegal(config, problem, device) is None:
-                    yield config
+            if problem.m <= 64:
+                sliced = product((16, 32, 64), (32, 64, 128), (1, 2, 4), (2, 4, 8), (2, 3, 4, 6, 9))
+                candidates += [
+                    W8A16Config("fused", block_m, bn, bk, split, slices, slices, stages)
+                    for bn, bk, split, slices, stages in sliced
+                ]
+            plain = product((16, 32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), (1, 2, 4, 8))
+            candidates += [
+                W8A16Config("fused", block_m, bn, bk, split, 1, warps, stages)
+                for bn, bk, split, warps in plain
+                for stages in (2, 3, 4, 5)
+            ]
+        for config in candidates:
+            step = config.slices * config.block_k
+            if config.split_k > 1 and (problem.m > 64 or config.split_k * step * 2 > problem.k):
+                continue
+            if self.illegal(config, problem, device) is None:
+                yield config
 
     def source(self, problem: Problem, config: W8A16Config, device: Device) -> Source:
         """The fused kernel's specialization that `run` launches, for compiling it elsewhere."""
@@ -161,14 +227,15 @@ class TritonW8A16(Backend):
         signature = {"x_ptr": x_type, "w_ptr": "*u8", "y_ptr": y_type, "part_ptr": "*fp32"}
         signature |= {"sw_ptr": "*fp32", "bias_ptr": y_type}
         pointers = frozenset(signature)
-        _, _, stride_n, stride_k = _scale_facts(problem.scheme, k)
+        _, _, stride_n, stride_k = scale_facts(problem.scheme, k)
         integers = {"N": n, "K": k, "stride_xm": k, "stride_wn": k, "stride_ym": n}
         integers |= {"stride_swn": stride_n, "stride_swk": stride_k}
         signature |= {"M": "i32"} | {name: "i32" for name, v in integers.items() if v != 1}
         constants = self.constants(problem, config, device)
         constants |= {name: 1 for name, v in integers.items() if v == 1}
+        kernel = load_kernel(config)
         return Source(
-            "anyfp8.kernels.w8a16_plain:w8a16_plain",
+            f"{kernel.fn.__module__}:{kernel.fn.__name__}",
             tuple(signature.items()),
             tuple(constants.items()),
             pointers | aligned((name, v) for name, v in integers.items() if v != 1),
@@ -177,20 +244,23 @@ class TritonW8A16(Backend):
         )
 
     def constants(self, problem: Problem, config: W8A16Config, device: Device) -> dict[str, object]:
-        rows, group, _, _ = _scale_facts(problem.scheme, problem.k)
-        return {
+        rows, group, _, _ = scale_facts(problem.scheme, problem.k)
+        common: dict[str, object] = {
             "SW_ROWS": rows,
             "SW_GROUP": group,
             "SCALE_IN_LOOP": problem.scheme.weight == "block",
             "HAS_BIAS": problem.bias,
-            "DECODE": "hardware" if _converts(device) else "bits",
-            "EVEN_K": problem.k % config.block_k == 0,
+            "DECODE": decode_of(device),
+            "EVEN_K": problem.k % (config.slices * config.block_k) == 0,
             "SPLIT_K": config.split_k,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
-            "GROUP_M": 8,
         }
+        if config.how == "gemv":
+            return common | {"STAGES": config.num_stages}
+        sliced = {"SLICES": config.slices} if config.slices > 1 else {}
+        return common | {"GROUP_M": 8} | sliced
 
     def run(
         self,
@@ -213,155 +283,11 @@ class TritonW8A16(Backend):
             return y
         with on_device_of(rows):
             if config.how == "chunked":
-                _chunked(rows, prepared, bias, y)
+                chunked(rows, prepared, bias, y)
             else:
-                self._fused(rows, prepared, problem, config, bias, y)
+                constants = self.constants(problem, config, facts_of(rows))
+                fused(rows, prepared, config, constants, bias, y)
         return y
-
-    def _fused(
-        self,
-        x: torch.Tensor,
-        prepared: CanonicalWeight,
-        problem: Problem,
-        config: W8A16Config,
-        bias: torch.Tensor | None,
-        y: torch.Tensor,
-    ) -> None:
-        from anyfp8.kernels.w8a16_plain import w8a16_plain
-
-        w, scale = prepared.codes, prepared.scale
-        (m, k), n = x.shape, w.shape[0]
-        _, _, stride_n, stride_k = _scale_facts(problem.scheme, k)
-        tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        split = config.split_k
-        part = x.new_empty((split, m, n), dtype=torch.float32) if split > 1 else scale
-        values = (
-            x,
-            w,
-            y,
-            part,
-            scale,
-            y if bias is None else bias,
-            m,
-            n,
-            k,
-            x.stride(0),
-            w.stride(0),
-            y.stride(0),
-            stride_n,
-            stride_k,
-        )
-        constants = self.constants(problem, config, facts_of(x))
-        grid = (tiles, split)
-        start(Launch(w8a16_plain, grid, values, constants, config.num_warps, config.num_stages))
-        if split > 1:
-            scaled = problem.scheme.weight != "block"
-            _sum(part, scale if scaled else None, stride_n, bias, y)
-
-    def _step(self, problem: Problem) -> int:
-        """Columns of K that a tile may span: the largest power of two in a scale's block."""
-        group = _scale_facts(problem.scheme, problem.k)[1]
-        return min(group & -group, 1024)
-
-
-def _scale_facts(scheme: Scheme, k: int) -> tuple[int, int, int, int]:
-    """(rows, columns) under one scale, and the scale's strides along them."""
-    if scheme.block is not None:
-        return scheme.block[0], scheme.block[1], -(-k // scheme.block[1]), 1
-    if scheme.weight == "channel":
-        return 1, _WHOLE, 1, 0
-    return _WHOLE, _WHOLE, 0, 0
-
-
-def _converts(device: Device) -> bool:
-    """Whether e4m3 to fp16 is an instruction there (SM89 up)."""
-    return device.capability is not None and device.capability >= (8, 9)
-
-
-def _sum(
-    part: torch.Tensor,
-    scale: torch.Tensor | None,
-    stride_n: int,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    from anyfp8.kernels.w8a16_plain import sum_parts
-
-    parts, m, n = part.shape
-    block = 512
-    grid = (m, -(-n // block))
-    values = (
-        part,
-        y,
-        part if scale is None else scale,
-        y if bias is None else bias,
-        m,
-        n,
-        parts,
-        y.stride(0),
-        stride_n,
-    )
-    constants = {"SCALE": scale is not None, "HAS_BIAS": bias is not None, "BLOCK": block}
-    start(Launch(sum_parts, grid, values, constants))
-
-
-def _chunked(
-    x: torch.Tensor, prepared: CanonicalWeight, bias: torch.Tensor | None, y: torch.Tensor
-) -> None:
-    """Dequantize rows of w into a scratch of at most 64 MiB and multiply by them, in turn.
-
-    fp16 cannot hold every code times its scale: there a row's scale is left out of the scratch and
-    applied in fp32 afterwards.
-    """
-    from anyfp8.kernels.w8a16_dequantize import dequantize
-
-    codes, scale, scheme = prepared.codes, prepared.scale, prepared.scheme
-    n, k = codes.shape
-    rows, group, stride_n, stride_k = _scale_facts(scheme, k)
-    relative = x.dtype == torch.float16 or y.dtype != x.dtype
-    by_row = _row_scale(scale, scheme, n) if relative else scale
-    step = max(16, min(n, _SCRATCH_BYTES // (2 * k)) // 16 * 16)
-    scratch = x.new_empty((min(step, n), k))
-    constants = {
-        "SW_ROWS": rows,
-        "SW_GROUP": group,
-        "RELATIVE": relative,
-        "HARDWARE": _converts(facts_of(x)),
-        "BLOCK_N": 16,
-        "BLOCK_K": 256,
-    }
-    for first in range(0, n, step):
-        last = min(first + step, n)
-        w = scratch[: last - first]
-        count = last - first
-        values = (codes, w, scale, by_row, first, count, k, stride_n, stride_k)
-        grid = (-(-k // constants["BLOCK_K"]), -(-count // constants["BLOCK_N"]))
-        start(Launch(dequantize, grid, values, constants))
-        part_bias = None if bias is None else bias[first:last]
-        target = y[:, first:last]
-        if relative:
-            _sum(_product_fp32(x, w)[None], by_row[first:last], 1, part_bias, target)
-        elif part_bias is None:
-            torch.mm(x, w.t(), out=target)
-        elif part_bias.dtype == x.dtype:
-            torch.addmm(part_bias, x, w.t(), out=target)
-        else:
-            ones = torch.ones_like(by_row.reshape(-1)[:1]).expand(count)
-            _sum(_product_fp32(x, w)[None], ones, 0, part_bias, target)
-
-
-def _row_scale(scale: torch.Tensor, scheme: Scheme, n: int) -> torch.Tensor:
-    """[N] fp32: the largest scale of each row."""
-    if scheme.block is None:
-        return scale.reshape(-1).expand(n).contiguous()
-    return scale.amax(1).repeat_interleave(scheme.block[0])[:n]
-
-
-def _product_fp32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x · wᵀ of 16-bit operands in fp32: [M, N]."""
-    if not x.is_cuda:
-        return x.float() @ w.float().t()
-    return torch.mm(x, w.t(), out_dtype=torch.float32)
 
 
 BACKEND = TritonW8A16()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import decode_to_fp32
+from anyfp8.kernels.w8a16_codes import decode_wide
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -20,25 +20,29 @@ def dequantize(
     SW_ROWS: tl.constexpr,
     SW_GROUP: tl.constexpr,
     RELATIVE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    DECODE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows first … first + N of q [*, K] to w [N, K]; RELATIVE divides by the row's own scale r."""
-    local = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    """Rows first … first + N of q [*, K] to w [N, K]; RELATIVE divides by the row's own scale r.
+
+    BLOCK_K divides SW_GROUP, so that a tile's row has one scale.
+    """
+    # neighbours in time are neighbours along K
+    blocks = tl.cdiv(K, BLOCK_K)
+    local = tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(0) % blocks * BLOCK_K
+    ks = start + tl.arange(0, BLOCK_K)
     rows = (first + local).to(tl.int64)
     inside = local < N
     mask = inside[:, None] & (ks < K)[None, :]
     codes = tl.load(q_ptr + rows[:, None] * K + ks[None, :], mask=mask, other=0)
-    if HARDWARE:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        values = decode_to_fp32(codes)
-    at = s_ptr + (rows // SW_ROWS * stride_sn)[:, None] + (ks // SW_GROUP * stride_sk)[None, :]
-    scale = tl.load(at, mask=mask, other=0.0)
+    at = rows // SW_ROWS * stride_sn + start // SW_GROUP * stride_sk
+    scale = tl.load(s_ptr + at, mask=inside, other=0.0)
     if RELATIVE:
-        row = tl.load(r_ptr + rows, mask=inside, other=1.0)
-        scale = tl.div_rn(scale, tl.broadcast_to(row[:, None], (BLOCK_N, BLOCK_K)))
+        scale = tl.div_rn(scale, tl.load(r_ptr + rows, mask=inside, other=1.0))
+    if DECODE == "packed":
+        scale *= 256.0
+    values = decode_wide(codes, DECODE) * scale[:, None]
     w = w_ptr + local.to(tl.int64)[:, None] * K + ks[None, :]
-    tl.store(w, (values * scale).to(w_ptr.dtype.element_ty), mask=mask)
+    tl.store(w, values.to(w_ptr.dtype.element_ty), mask=mask)

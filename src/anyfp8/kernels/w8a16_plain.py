@@ -3,31 +3,13 @@
 The weight is the first operand (rows of W on the tensor core's tall side), so that few tokens fill
 a narrow tile and decoded values need not pass through shared memory. Split-K parts are summed in a
 fixed order by a second kernel.
-
-DECODE: "hardware" converts e4m3 (SM89 up), "bits" moves the code's bits into an fp16 or bf16 that
-is 2^8 or 2^120 too small. Both are exact for all finite codes, subnormals included.
 """
 
 import triton
 import triton.language as tl
 
 from anyfp8.kernels.operand import tile_of
-
-
-@triton.jit
-def decode_to(codes, DTYPE: tl.constexpr, DECODE: tl.constexpr):
-    """[...] uint8 -> DTYPE; times 2^-8 for fp16 by bits (undone in the epilogue, in fp32)."""
-    if DECODE == "hardware":
-        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        wide = codes.to(tl.int16)
-        sign = (wide & 0x80) << 8
-        if DTYPE == tl.float16:
-            return (sign | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        else:
-            small = (sign | ((wide & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
-            # small codes are subnormal here, which matrix units may flush: scale before the dot
-            return small * 1.329227995784916e36
+from anyfp8.kernels.w8a16_codes import decode_to, undo
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -74,6 +56,9 @@ def w8a16_plain(
     w = w_ptr + w_rows[:, None] * stride_wn + (first + ks)[None, :]
     sw = sw_ptr + w_rows // SW_ROWS * stride_swn
 
+    if not SCALE_IN_LOOP:
+        scale = tl.load(sw)
+
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in range(first, last, BLOCK_K):
         if EVEN_K:
@@ -83,24 +68,25 @@ def w8a16_plain(
             b = tl.load(x, mask=ks[:, None] < K - k, other=0)
             a = tl.load(w, mask=ks[None, :] < K - k, other=0)
         a = decode_to(a, DTYPE, DECODE)
+        if DECODE == "fp32":
+            b = b.to(tl.float32)
         if SCALE_IN_LOOP:
-            scale = tl.load(sw + k // SW_GROUP * stride_swk)
-            acc += tl.dot(a, b) * scale[:, None]
+            part = tl.load(sw + k // SW_GROUP * stride_swk)
+            acc += tl.dot(a, b) * part[:, None]
         else:
             acc = tl.dot(a, b, acc)
         x += BLOCK_K
         w += BLOCK_K
 
-    if DECODE == "bits" and DTYPE == tl.float16:
-        acc *= 256.0
+    acc = undo(acc, DTYPE, DECODE)
     mask = (columns < N)[:, None] & (rows < M)[None, :]
     at = rows.to(tl.int64)[None, :]
     if SPLIT_K > 1:
-        part = part_ptr + split.to(tl.int64) * M * N + at * N + columns[:, None]
-        tl.store(part, acc, mask=mask)
+        parts = part_ptr + split.to(tl.int64) * M * N + at * N + columns[:, None]
+        tl.store(parts, acc, mask=mask)
     else:
         if not SCALE_IN_LOOP:
-            acc *= tl.load(sw)[:, None]
+            acc *= scale[:, None]
         if HAS_BIAS:
             bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
             acc += bias.to(tl.float32)[:, None]
