@@ -45,7 +45,8 @@ def decode_of(device: Device) -> str:
     if device.vendor != "nvidia":
         return "bits"
     # e4m3 to fp16 is an instruction from SM89 up
-    return "hardware" if (device.capability or (0, 0)) >= (8, 9) else "packed"
+    capability = device.capability
+    return "hardware" if capability is not None and capability >= (8, 9) else "packed"
 
 
 def fused(
