@@ -2,6 +2,7 @@
 
 from anyfp8.checkpoint.planner import read_plan
 from anyfp8.checkpoint.reader import Checkpoint, LayerData, merge_layers, open_checkpoint
+from anyfp8.checkpoint.recast import RecastReport, recast
 from anyfp8.checkpoint.save import save_checkpoint
 from anyfp8.checkpoint.sources import Source, is_quantized, open_source
 from anyfp8.checkpoint.stream import QuantizeReport, quantize_stream
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "LayerData",
     "QuantizeReport",
+    "RecastReport",
     "Source",
     "check_output",
     "is_quantized",
@@ -19,5 +21,6 @@ __all__ = [
     "open_source",
     "quantize_stream",
     "read_plan",
+    "recast",
     "save_checkpoint",
 ]

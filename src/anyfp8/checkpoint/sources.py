@@ -90,10 +90,7 @@ class HfSource:
 
     def write_sidecars(self, folder: Path) -> None:
         write_json(folder / "config.json", self.config)
-        for file in sorted(self.path.iterdir()):
-            skip = file.name in _WRITTEN or file.name.startswith(".")
-            if file.is_file() and not skip and not file.name.endswith(_NOT_COPIED):
-                shutil.copyfile(file, folder / file.name)
+        copy_sidecars(self.path, folder)
 
 
 def open_source(path: str | Path) -> Source:
@@ -150,6 +147,14 @@ def is_quantized(path: str | Path) -> bool:
         return False
     configs = ConfigFiles.read(path)
     return bool(configs.quantization or configs.modelopt)
+
+
+def copy_sidecars(source: Path, folder: Path) -> None:
+    """Copy what is neither weights nor config: the tokenizer, the generation config, templates."""
+    for file in sorted(source.iterdir()):
+        skip = file.name in _WRITTEN or file.name.startswith(".")
+        if file.is_file() and not skip and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

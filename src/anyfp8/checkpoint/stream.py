@@ -93,7 +93,7 @@ def quantize_stream(
     exclude = list(exclude)
     format = choose_layout([scheme], format)
     layout = LAYOUTS[format]
-    _check_apart(source.path, check_output(out, overwrite=overwrite))
+    check_apart(source.path, check_output(out, overwrite=overwrite))
     chosen, excluded, unmatched = choose_linears(source, exclude, modules)
     scales = _static_scales(chosen, scheme, input_scales)
     # what reads this layout keeps scales in the model's own dtype
@@ -283,7 +283,8 @@ def _tied(source: Source) -> bool:
     return "lm_head.weight" not in source.specs and bool(source.config.get("tie_word_embeddings"))
 
 
-def _check_apart(source: Path, out: Path) -> None:
+def check_apart(source: Path, out: Path) -> None:
+    """Refuse to write into, around or over the source. Raises CheckpointError."""
     source = source.absolute().resolve()
     folder = source if source.is_dir() else source.parent
     target = out.resolve()
