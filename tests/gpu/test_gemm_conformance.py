@@ -67,7 +67,7 @@ def layer_of(scheme, n, k, dtype):
 
 @lru_cache(maxsize=4)
 def oracle_of(scheme, n, k, dtype, quantized, bias):
-    return testing_gemm.oracle(layer_of(scheme, n, k, dtype), quantized, bias, dtype)
+    return testing_gemm.oracle(layer_of(scheme, n, k, dtype), quantized, bias, dtype, MS)
 
 
 @pytest.fixture(autouse=True)

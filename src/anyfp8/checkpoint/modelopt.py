@@ -12,11 +12,11 @@ family (W4A8) altogether; and plain transformers loads such files as garbage wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from anyfp8 import __version__
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import TensorSpec
 from anyfp8.checkpoint.formats import MODELOPT, MXFP8, formats_for
@@ -187,7 +187,7 @@ def quantization_configs(
     algorithms = {name: algorithm_for(scheme) for name, scheme in layers.items()}
     kinds = set(algorithms.values())
     ignored = sorted(ignore)
-    producer = {"name": "anyfp8", "version": version("anyfp8")}
+    producer = {"name": "anyfp8", "version": __version__}
     groups = {"group_0": _group(["Linear"])} if kinds == {"FP8"} else {}
     mapped: dict[str, Any] = {}
     if len(kinds) > 1:

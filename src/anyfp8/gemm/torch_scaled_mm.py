@@ -4,8 +4,10 @@ Recipes: per-tensor by per-tensor, per-token by per-channel (a single scale is r
 activations by 128x128 weights on Hopper. Which of them a GPU has differs by torch, CUDA and chip,
 so each is tried once, on numbers whose scales all differ, before it is used there.
 
-The surprise: cuBLASLt reads the 128x128 scales with rows padded to a multiple of 4 and does not
-notice when they are not: the result is finite and wrong.
+The surprises: cuBLASLt reads the 128x128 scales with rows padded to a multiple of 4 and does not
+notice when they are not: the result is finite and wrong. And for some per-token shapes (seen on the
+H200 with torch 2.11: K >= 7168, N <= 8192, a bias, fast accumulation) it finds no kernel at all;
+there the bias is added afterwards, or the sums leave the short accumulator.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 class TorchScaledMM(Backend):
     name = "torch_scaled_mm"
     kind = "w8a8"
+
+    def __init__(self) -> None:
+        # calls for which the library had no kernel -> how they are made instead
+        self._detours: dict[tuple[Any, ...], int] = {}
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         scheme, capability = problem.scheme, device.capability
@@ -86,10 +92,43 @@ class TorchScaledMM(Backend):
         )
         fast = problem.accumulate == "fast" and recipe != "block"
         with on_device_of(codes):
-            y = _multiply(codes, w, sx, sw, recipe, inside, out_dtype, fast)[:m]
-            if bias is not None and inside is None:
-                y = (y.float() + bias.float()).to(out_dtype)
+            y, added = self._product(codes, w, sx, sw, recipe, inside, out_dtype, fast)
+            y = y[:m]
+            if bias is not None and not added:
+                same = bias.dtype == out_dtype
+                # 16-bit sums are taken in fp32 and rounded once
+                y = y.add_(bias) if same else (y.float() + bias.float()).to(out_dtype)
         return y if out is None else out.copy_(y)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        sx: torch.Tensor,
+        sw: torch.Tensor,
+        recipe: str | None,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        fast: bool,
+    ) -> tuple[torch.Tensor, bool]:
+        """The product, and whether the bias is in it; by a detour where the library has none."""
+        ways = [(bias, fast)]
+        if bias is not None:
+            ways.append((None, fast))
+        if fast:
+            ways.append((bias, False))
+        key = (x.device, recipe, out_dtype, bias is None, fast, *x.shape, x.stride(0), w.shape[1])
+        for number in range(self._detours.get(key, 0), len(ways)):
+            inside, quick = ways[number]
+            try:
+                y = _multiply(x, w, sx, sw, recipe, inside, out_dtype, quick)
+            except RuntimeError as error:
+                if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(error) or number + 1 == len(ways):
+                    raise
+                self._detours[key] = number + 1
+            else:
+                return y, inside is not None
+        raise AssertionError("the last way returns or raises")
 
 
 def recipe_of(scheme: Scheme) -> str | None:
