@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from anyfp8 import cli
 from anyfp8.tools.quantize import quantize_checkpoint
 
 
@@ -17,23 +16,6 @@ def checkpoint(tiny, tmp_path_factory):
     windows = [torch.randint(1, 256, (1, 32)) for _ in range(2)]
     quantize_checkpoint(tiny, out, calib=windows)
     return out
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the command line; returns (exit status, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["anyfp8", *map(str, arguments)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_quantize_says_what_it_wrote_and_what_to_do_next(call, tiny, tmp_path):
@@ -68,7 +50,7 @@ def test_quantize_warns_of_a_rule_that_matched_nothing(call, tiny, tmp_path):
     ("arguments", "status", "part"),
     [
         (("--scheme", "w9a9"), 2, "not the name of a quantization scheme"),
-        (("--scheme", "w8a16-tensor"), 2, "the ModelOpt format cannot hold w8a16-tensor"),
+        (("--scheme", "w8a16-tensor", "--format", "modelopt"), 2, "cannot hold w8a16-tensor"),
         (("--calib", "no-such-file.txt"), 2, "cannot read the text no-such-file.txt"),
         (("--device", "cuda:99"), 2, "there is no device cuda:99"),
         (("--exclude", "*"), 2, "exclude"),

@@ -1,4 +1,4 @@
-"""anyfp8 quantize: a 16-bit model becomes an FP8 checkpoint on disk.
+"""anyfp8 quantize: a 16-bit model, or an FP8 one, becomes an FP8 checkpoint on disk.
 
 Dynamic and weight-only schemes stream: a tensor at a time, no model in memory. Static schemes load
 the 16-bit model once to calibrate, free it, and then stream the same way.
@@ -16,11 +16,17 @@ import torch
 
 from anyfp8.checkpoint import (
     QuantizeReport,
+    RecastReport,
     Source,
     check_output,
+    is_quantized,
+    open_checkpoint,
     open_source,
     quantize_stream,
+    recast,
 )
+from anyfp8.checkpoint.formats import formats_for
+from anyfp8.checkpoint.layouts import choose_layout
 from anyfp8.errors import AnyFp8Error, InputError
 from anyfp8.integrations.transformers import (
     load,
@@ -56,11 +62,12 @@ def quantize_checkpoint(
     calib_windows: int = 16,
     calib_length: int = 512,
     exclude: Iterable[str] = ("lm_head",),
+    format: str | None = None,
     device: torch.device | str | None = None,
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> QuantizeReport:
-    """Quantize a 16-bit checkpoint and write it in the ModelOpt layout.
+    """Quantize a 16-bit checkpoint and write it, in ModelOpt's layout where that can hold it.
 
     Args:
         model: a Hugging Face folder in bf16, fp16 or fp32, or a GGUF file; never changed.
@@ -70,6 +77,7 @@ def quantize_checkpoint(
             built-in text.
         calib_windows, calib_length: windows of a text, and tokens in each.
         exclude: layers left in 16 bits; rules as in a checkpoint's ignore list.
+        format: "modelopt", "compressed-tensors" or "finegrained"; None takes the first that can.
         device: where calibration runs; a GPU if there is one.
         shard_bytes: largest shard.
         overwrite: replace a folder that holds something, once the new one is complete.
@@ -83,6 +91,8 @@ def quantize_checkpoint(
     if not isinstance(scheme, Scheme):
         scheme = parse_scheme(scheme)
     exclude = list(exclude)
+    # a layout that cannot hold the scheme is known before anything is read
+    format = choose_layout([scheme], format)
     source = open_source(model)
     check_output(out, overwrite=overwrite)
     where = usable_device(device)
@@ -100,6 +110,7 @@ def quantize_checkpoint(
             input_scales=scales,
             exclude=exclude,
             modules=names,
+            format=format,
             shard_bytes=shard_bytes,
             progress=lambda done, total: shown.step(done, f"of {total} tensors"),
             overwrite=overwrite,
@@ -142,14 +153,89 @@ def _calibrate(
         return input_scales(model, modules, (b.to(device) for b in batches), shown.step)
 
 
+def recast_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    *,
+    format: str | None = None,
+    scheme: Scheme | str | None = None,
+    requantize: bool = False,
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> RecastReport:
+    """Write an FP8 checkpoint in another layout or scheme; arguments and errors as `recast`'s.
+
+    Raises:
+        InputError: `model` is not quantized.
+    """
+    if not is_quantized(model):
+        raise InputError(
+            f"{model} is not an FP8 checkpoint",
+            want="an FP8 checkpoint folder with --from-fp8",
+            hint="leave --from-fp8 out to quantize a 16-bit model",
+        )
+    if scheme is not None and not isinstance(scheme, Scheme):
+        scheme = parse_scheme(scheme)
+    checkpoint = open_checkpoint(model)
+    with console.progress("converting") as shown:
+        return recast(
+            checkpoint,
+            out,
+            format=format,
+            scheme=scheme,
+            requantize=requantize,
+            shard_bytes=shard_bytes,
+            progress=lambda done, total: shown.step(done, f"of {total} layers"),
+            overwrite=overwrite,
+        )
+
+
 def command(
-    model: str, out: Path, *, scheme: str, as_json: bool, calib: Path | None, **options: Any
+    model: str,
+    out: Path,
+    *,
+    scheme: str | None,
+    as_json: bool,
+    calib: Path | None,
+    format: str | None,
+    from_fp8: bool,
+    requantize: bool,
+    shard_bytes: int,
+    overwrite: bool,
+    **options: Any,
 ) -> None:
     """The verb: quantize, then say what was written and what to do with it."""
-    report = quantize_checkpoint(model, out, scheme=scheme, calib=calib, **options)
+    if from_fp8:
+        converted = recast_checkpoint(
+            model,
+            out,
+            format=format,
+            scheme=scheme,
+            requantize=requantize,
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+        )
+        _tell_recast(converted, out, as_json)
+        return
+    if requantize:
+        raise InputError("--requantize without --from-fp8", hint="add --from-fp8")
+    report = quantize_checkpoint(
+        model,
+        out,
+        scheme=scheme or "fp8",
+        calib=calib,
+        format=format,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+        **options,
+    )
     if as_json:
         console.data_json(asdict(report))
         return
+    if format is None and "modelopt" not in formats_for(Scheme.parse(report.scheme)):
+        console.talk(
+            f"layout {report.format}: ModelOpt's has no algorithm for {report.scheme} (--format)"
+        )
     ratio = report.bytes_out / report.bytes_in
     console.data(
         f"{len(report.layers)} linear layers in {report.scheme}, "
@@ -161,4 +247,22 @@ def command(
         console.data(f"left in 16 bits: {len(report.excluded) - 5} more")
     for rule in report.unmatched_rules:
         console.talk(f"warning: --exclude {rule} matched no layer")
+    console.talk(f"next: anyfp8 run {out} -p 'What is FP8?'")
+
+
+def _tell_recast(report: RecastReport, out: Path, as_json: bool) -> None:
+    if as_json:
+        console.data_json(asdict(report))
+        return
+    schemes = ", ".join(f"{count} in {name}" for name, count in report.schemes.items())
+    console.data(
+        f"{report.source_format} -> {report.format}: {schemes}, "
+        f"{console.size(report.bytes_in)} -> {console.size(report.bytes_out)}"
+    )
+    console.data(f"{report.exact} layers with every code as it was")
+    if report.requantized:
+        console.data(
+            f"{len(report.requantized)} layers quantized again, "
+            f"relative error {report.relative_error:.2e}"
+        )
     console.talk(f"next: anyfp8 run {out} -p 'What is FP8?'")
