@@ -1,6 +1,9 @@
 """explain: the layer's own choices, shapes without weights, estimates with their error."""
 
 import json
+import re
+from datetime import date
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from anyfp8.problem import Scheme
 from anyfp8.select import M_GRID
 from anyfp8.tools import explain_text, measured, shapes
 from anyfp8.tools.explain import explain, parse_ms
+from anyfp8.tools.explain_html import page
 from anyfp8.tools.shapes import Layer, Model, decoder_linears, fused, read_model, sharded
 
 SCHEMES = (
@@ -285,3 +289,27 @@ def test_compiling_shows_registers_spills_and_shared_memory(gpu):
     assert resources.spilled == 0
     assert 0 <= resources.shared <= resources.limit == device.shared_memory
     assert resources.fits
+
+
+def test_the_page_is_one_file_with_every_layer_and_gpu(config_only):
+    model = fused(read_model(str(config_only())))
+    model = Model("<b>&model", model.layers)
+    gpus = [find_device(name) for name in ("a100", "h200", "mi300x", "sm_130")]
+    text = page([explain(model, gpu) for gpu in gpus], date(2026, 11, 29))
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(|\bsrc=", text)
+    assert "<b>&model" not in text
+    assert "&lt;b&gt;&amp;model" in text
+    for gpu in gpus:
+        assert gpu.name in text
+    body = ElementTree.fromstring(text[text.index("<table>") : text.index("</table>") + 8])
+    rows = body.findall("./tbody/tr")
+    names = [row.find("th").text.strip() for row in rows]
+    assert names[:4] == [
+        "self_attn.qkv_proj",
+        "self_attn.o_proj",
+        "mlp.gate_up_proj",
+        "mlp.down_proj",
+    ]
+    assert {len(row.findall("td")) for row in rows} == {4}
+    assert "@media print" in text
+    assert page([explain(model, gpu) for gpu in gpus], date(2026, 11, 29)) == text

@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from anyfp8.checkpoint.plan import CheckpointPlan
+from anyfp8.checkpoint.reader import Checkpoint
+from anyfp8.checkpoint.scales import check_scale
 from anyfp8.device import Device
 from anyfp8.errors import DeviceError, InputError
 
@@ -72,6 +76,21 @@ def _read(tensor: str, declared: bool) -> Iterable[KvScale]:
         return []
     on_projection = projection in (*_PROJECTIONS, "qkv_proj", "attn")
     return [KvScale(tensor, attention if on_projection else module, leaf[0])]
+
+
+def engine_scales(checkpoint: Checkpoint, engine: str) -> dict[str, torch.Tensor]:
+    """The scales under an engine's names, fp32 [] each, to be copied into its attention modules.
+
+    Raises:
+        InputError: not one of `ENGINES`.
+        CheckpointError: one of them is not a finite positive value.
+    """
+    found = {}
+    for scale in kv_scales(checkpoint.plan):
+        value = checkpoint.tensor(scale.tensor)
+        check_scale(value, checkpoint.plan.files.tensors[scale.tensor], single=True)
+        found[scale.name_in(engine)] = value.float().reshape(())
+    return found
 
 
 def is_e4m3(kv_cache: str) -> bool:

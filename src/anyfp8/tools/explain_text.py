@@ -97,12 +97,18 @@ def config_of(choice: Choice) -> str:
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
+def figure(value: float) -> str:
+    """Three digits, without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.095 else 4
+    return f"{value:.{digits}f}"
+
+
 def _totals(found: Explanation) -> list[str]:
     rows = []
     for m in found.ms:
         us = found.forward_us(m)
         if us is not None:
-            rows.append([str(m), f"{us / 1e3:.2f}", f"{us / m:.1f}"])
+            rows.append([str(m), figure(us / 1e3), figure(us / m)])
     if not rows:
         return [f"no estimate: the figures of {found.device.name} are not known", ""]
     header = ["M", "ms for all linears", "µs a token"]

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from anyfp8.checkpoint import Checkpoint, is_quantized, open_source, read_plan
+from anyfp8.checkpoint.kv_cache import kv_scales
 from anyfp8.tools import console
 
 
@@ -28,6 +29,10 @@ def describe(path: str | Path) -> dict[str, Any]:
         "producer": plan.producer,
         "algorithm": plan.algorithm,
         "kv_cache": plan.kv_cache,
+        "kv_scales": [
+            {"tensor": s.tensor, "sglang": s.name_in("sglang"), "vllm": s.name_in("vllm")}
+            for s in kv_scales(plan)
+        ],
         "bytes": plan.nbytes,
         "tensors": len(plan.files.tensors),
         "layers": [_layer(checkpoint, name) for name in plan.layers],
@@ -87,7 +92,7 @@ def lines(found: dict[str, Any], every_layer: bool) -> list[str]:
     out = [
         f"{head}{by}, {console.size(found['bytes'])}",
         f"{len(found['layers'])} FP8 layers, {found['plain']} tensors in 16 or 32 bits",
-        f"KV cache: {found['kv_cache'] or '16 bits'}",
+        f"KV cache: {found['kv_cache'] or '16 bits'}{_kv(found['kv_scales'])}",
         "",
     ]
     out += (_layer_table if every_layer else _kind_table)(found["layers"])
@@ -104,6 +109,13 @@ def lines(found: dict[str, Any], every_layer: bool) -> list[str]:
     else:
         out.append(f"every one of {found['tensors']} tensors is accounted for")
     return out
+
+
+def _kv(scales: list[dict[str, str]]) -> str:
+    if not scales:
+        return ""
+    first = scales[0]
+    return f", {len(scales)} scales; SGLang and vLLM call {first['tensor']} {first['sglang']}"
 
 
 def _kind_table(layers: list[dict[str, Any]]) -> list[str]:

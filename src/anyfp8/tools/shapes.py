@@ -95,7 +95,7 @@ def read_model(
         if not n or not k:
             raise InputError("not a shape", got=text, want="N,K of at least 1,1")
         chosen, notes = _chosen(scheme, "a bare shape")
-        return Model(f"{n}x{k}", (Layer(f"{n}x{k}", chosen, n, k),), notes=notes)
+        return Model(f"{n}x{k}", (Layer("linear", chosen, n, k),), notes=notes)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".json":
         return _from_config(path.parent, path.parent.name, scheme, list(exclude))
