@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from anyfp8 import reference
 from anyfp8.errors import InputError
 from anyfp8.linear import Fp8Linear
+from anyfp8.problem import QTensor
 from anyfp8.select import Request
 
 pytestmark = pytest.mark.gpu
@@ -51,16 +53,30 @@ def error(y, want):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_logits_equal_the_emulation_of_the_cpu(checkpoints, scheme):
+@pytest.mark.parametrize("m", [1, 7, 70])
+def test_every_layer_computes_what_its_scheme_asks_for(checkpoints, scheme, m):
     from anyfp8.integrations.transformers import load
 
     model = load(checkpoints / scheme)
-    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
     assert len(layers) == 28
-    assert all(m.device.type == "cuda" for m in layers)
+    for layer in layers:
+        assert layer.device.type == "cuda"
+        x = torch.randn(m, layer.in_features, device="cuda").bfloat16()
+        w = QTensor(layer.weight, layer.weight_scale, layer.scheme.block)
+        want = reference.linear(x, w, layer.scheme, input_scale=layer.input_scale).float()
+        # one bf16 rounding, and the short accumulator of the FP8 units
+        assert error(layer(x).float(), want) < 5e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_on_the_gpu_agrees_with_the_emulation_of_the_cpu(checkpoints, scheme):
+    from anyfp8.integrations.transformers import load
+
     want = logits(load(checkpoints / scheme, device="cpu", emulate=True))
-    # bf16 rounding differs between the devices, and quantization amplifies a flipped code
-    assert error(logits(model), want) < 0.03
+    # a code that rounds the other way in an early layer changes all later ones: 0.09 measured for
+    # W8A8 on these random weights, against 0.006 for weight-only
+    assert error(logits(load(checkpoints / scheme)), want) < 0.15
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
