@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from anyfp8.errors import InputError, MissingPackage
 from anyfp8.integrations.transformers import load_tokenizer
+from anyfp8.linear import Fp8Linear
 from anyfp8.tools import console, inspect
 from anyfp8.tools.evaluate import Agreement, LayerError, agreement, layer_errors
 from anyfp8.tools.evaluate_command import LAYER_WINDOWS, layer_report
@@ -46,7 +48,7 @@ def embedded_model() -> Path:
 
 
 def command(model: str | None, out: Path) -> None:
-    """The verb: quantize → inspect → run → eval in FP8 weight-only and emulated W8A8."""
+    """The verb: quantize → inspect → run → eval, as W8A8 and as weight-only."""
     start = time.monotonic()
     source = Path(model) if model else embedded_model()
     if not source.exists():
@@ -78,6 +80,7 @@ def command(model: str | None, out: Path) -> None:
     fp8 = load_model(target, title="loading the FP8 checkpoint")
     for line in serving(fp8):
         console.talk(line)
+    native = any(m.quantizes_activations for m in fp8.modules() if isinstance(m, Fp8Linear))
     ids = prompt_ids(tokenizer, PROMPT, raw=False)
     tokens, speed = generate(fp8, ids, 48, stop_tokens(fp8, tokenizer))
     console.data(tokenizer.decode(tokens, skip_special_tokens=True).strip())
@@ -87,21 +90,27 @@ def command(model: str | None, out: Path) -> None:
     pieces = windows(tokenizer, text, LENGTH, WINDOWS)
     _heading(f"anyfp8 eval {target} --source {here}")
     original = load_model(source, title="loading the 16-bit original")
-    plain, layers = _evaluate(fp8, original, pieces, title)
+    first = _evaluate(fp8, original, pieces, title)
     del fp8
     gc.collect()
-    _heading(f"anyfp8 eval {target} --source {here} --emulate w8a8")
-    emulated_model = load_model(target, emulate=True, title="loading the FP8 checkpoint")
-    emulated, emulated_layers = _evaluate(emulated_model, original, pieces, title)
-
-    _heading(f"result: {len(pieces)} windows of {pieces[0].shape[1]} tokens of {title}")
-    console.data(_table(plain, emulated))
-    for name, found in (("weight-only", layers), ("W8A8", emulated_layers)):
-        console.data(f"{name}: {layer_report(found)[-1]}")
-    console.data(
-        "\nW8A8 is what a GPU with FP8 units computes, emulated here; weight-only is what this\n"
-        "machine and GPUs without FP8 units run."
+    force, emulate = ("ANYFP8_FORCE_FP8_MARLIN=1 ", "") if native else ("", " --emulate w8a8")
+    _heading(f"{force}anyfp8 eval {target} --source {here}{emulate}")
+    other = load_model(
+        target, emulate=not native, weight_only=native, title="loading the FP8 checkpoint"
     )
+    second = _evaluate(other, original, pieces, title)
+
+    names = ("W8A8", "weight-only") if native else ("weight-only", "W8A8, emulated")
+    results = dict(zip(names, (first, second), strict=True))
+    _heading(f"result: {len(pieces)} windows of {pieces[0].shape[1]} tokens of {title}")
+    console.data(_table({name: found for name, (found, _) in results.items()}))
+    for name, (_, layers) in results.items():
+        console.data(f"{name}: {layer_report(layers)[-1]}")
+    if not native:
+        console.data(
+            "\nW8A8 is what a GPU with FP8 units computes, emulated here;\n"
+            "weight-only is what this machine and GPUs without FP8 units run."
+        )
     console.data(f"\nnext: anyfp8 run {target} -p 'your question'")
     console.data(
         "      anyfp8 quantize YOUR_MODEL OUT   # any local Hugging Face folder or GGUF file"
@@ -110,7 +119,7 @@ def command(model: str | None, out: Path) -> None:
 
 
 def _heading(text: str) -> None:
-    console.data(f"\n$ {text}" if text.startswith("anyfp8") else f"\n{text}")
+    console.data(f"\n$ {text}" if "anyfp8 " in text else f"\n{text}")
 
 
 def _evaluate(
@@ -125,13 +134,13 @@ def _evaluate(
     return found, layers
 
 
-def _table(plain: Agreement, emulated: Agreement) -> str:
-    base = plain.source_perplexity or 1.0
+def _table(results: Mapping[str, Agreement]) -> str:
+    base = next(iter(results.values())).source_perplexity or 1.0
     rows = [["16-bit", f"{base:.3f}", "", "", ""]]
-    for name, found in (("FP8 weight-only", plain), ("FP8 W8A8, emulated", emulated)):
+    for name, found in results.items():
         rows.append(
             [
-                name,
+                f"FP8 {name}",
                 f"{found.perplexity:.3f}",
                 f"{found.perplexity / base - 1:+.2%}",
                 f"{found.kl:.4f}",

@@ -30,13 +30,19 @@ def load_model(
     device: str | None = None,
     scheme: str | None = None,
     emulate: bool = False,
+    weight_only: bool | None = None,
     backend: str | None = None,
     title: str = "loading",
 ) -> Any:
     """Load with progress; what every verb that runs a model uses."""
     from anyfp8.tools.quantize import parse_scheme
 
-    request = Request(backend=backend, strict=backend is not None, emulate=emulate)
+    request = Request(
+        backend=backend,
+        strict=backend is not None,
+        force_weight_only=weight_only or None,
+        emulate=emulate,
+    )
     with console.progress(title) as shown:
         return load(
             path,
