@@ -32,7 +32,6 @@ same_typer = pytest.mark.skipif(
 )
 
 HELP = {
-    "help": [],
     "help-quantize": ["quantize"],
     "help-run": ["run"],
     "help-eval": ["eval"],

@@ -195,7 +195,9 @@ def _tables_sentence(device: Device, tables: Tables | None, kinds: Sequence[Kind
         return "tuned tables and the ranker are off: the default path"
     wanted = f"{file_name(device.name)} in ANYFP8_TABLE_DIR would be read"
     if not tables.tables:
-        return f"no tuned table: the ranker decides; {wanted}"
+        ranked = any(r.choice.source == "ranker" for kind in kinds for r in kind.runs)
+        what = "the ranker decides" if ranked else "nothing to rank by: the default path"
+        return f"no tuned table: {what}; {wanted}"
     with_rows = sum(any(r.choice.source.endswith("table") for r in kind.runs) for kind in kinds)
     lender = f", borrowed from its sibling {tables.borrowed}" if tables.borrowed else ""
     names = " and ".join(f"{source} ({t.header.provenance})" for source, t in tables.tables)

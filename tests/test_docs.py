@@ -1,0 +1,198 @@
+"""The documents: generated parts are current, commands exist, links lead somewhere, output is real.
+
+`UPDATE_DOCS=1 pytest tests/test_docs.py` writes captured output and docs/environment.md anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from anyfp8 import cli, env
+from anyfp8.device import CPU
+from anyfp8.tools import env_command
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+UPDATE = bool(os.environ.get("UPDATE_DOCS"))
+_OUTPUT = re.compile(r"<!-- output: anyfp8 (?P<command>.*?) -->\n```\n(?P<text>.*?)```", re.DOTALL)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    from anyfp8.tools import doctor
+
+    monkeypatch.setattr(doctor, "current_device", lambda: CPU)
+    monkeypatch.setattr(doctor, "_devices", lambda: [CPU])
+    monkeypatch.setattr(doctor, "runtime", lambda: "none")
+    monkeypatch.chdir(tmp_path)
+
+    def run(arguments: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["anyfp8", *arguments])
+        cli_status = None
+        try:
+            cli.main()
+        except SystemExit as stop:
+            cli_status = stop.code
+        assert not cli_status
+        return capsys.readouterr().out
+
+    return run
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_table_of_variables_is_the_programs_own():
+    page = DOCS / "environment.md"
+    text = page.read_text()
+    start = text.index("| variable |")
+    if UPDATE:
+        page.write_text(text[:start] + env_command.markdown() + "\n")
+        text = page.read_text()
+    assert text[start:] == env_command.markdown() + "\n"
+    assert all(f"`{v.name}`" in text for v in env.VARIABLES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), target
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command line in a page's code, without environment and comments."""
+    found = []
+    blocks = re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    for line in [*"\n".join(blocks).splitlines(), *inline]:
+        text = re.sub(r"^(\w+=\S* )*", "", line.removeprefix("$ ").strip())
+        if text.startswith("anyfp8 "):
+            try:
+                words = shlex.split(text, comments=True)
+            except ValueError:
+                words = text.split()
+            found.append(words[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_in_documents_exist_with_their_options(page):
+    root: Any = typer.main.get_command(cli.app)
+    for words in commands(page):
+        if not re.fullmatch(r"[a-z]+", words[0]):
+            continue
+        command = root.commands.get(words[0])
+        assert command is not None, f"anyfp8 {words[0]}"
+        rest = words[1:]
+        if getattr(command, "commands", None) and rest and rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {option for p in command.params for option in (*p.opts, *p.secondary_opts)}
+        for option in (word for word in rest if re.match(r"--?[a-z]", word)):
+            assert option in known | {"-h", "--help"}, f"anyfp8 {' '.join(words)}: {option}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _OUTPUT.search(p.read_text())], ids=named)
+def test_captured_output_is_what_the_command_prints(call, page):
+    text = page.read_text()
+    for found in _OUTPUT.finditer(text):
+        out = call(shlex.split(found["command"]))
+        if UPDATE:
+            new = f"<!-- output: anyfp8 {found['command']} -->\n```\n{out}```"
+            text = text.replace(found[0], new)
+        else:
+            assert wording(found["text"]) == wording(out)
+    if UPDATE:
+        page.write_text(text)
+
+
+def wording(text: str) -> list[str]:
+    """Lines without figures, tiles, and what depends on the packages installed."""
+    text = re.sub(r"(?m)^.*(needs the package|estimates of|num_warps=).*\n", "", text)
+    text = re.sub(r"(?m)^  M=.*\n", "", text)
+    text = re.sub(r"\d[\w.+]*", "#", re.sub(r"-{3,}", "", text))
+    return [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
+
+
+def complaints(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
+    """What of a value is not as its schema says; the part of JSON Schema that ours use."""
+    kinds = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "null": type(None),
+        "number": (int, float),
+        "integer": int,
+    }
+    if "enum" in schema:
+        return [] if value in schema["enum"] else [f"{where}: {value!r}"]
+    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    right = any(
+        isinstance(value, kinds[n]) and (n == "boolean" or not isinstance(value, bool))
+        for n in names
+    )
+    if not right:
+        return [f"{where}: {value!r} is no {' or '.join(names)}"]
+    found = []
+    if isinstance(value, list) and "items" in schema:
+        for i, item in enumerate(value):
+            found += complaints(item, schema["items"], f"{where}[{i}]")
+    if isinstance(value, dict) and "properties" in schema:
+        properties = schema["properties"]
+        found += [f"{where}: no {name}" for name in schema["required"] if name not in value]
+        if not schema.get("additionalProperties", True):
+            found += [
+                f"{where}: {name} is not described" for name in value if name not in properties
+            ]
+        for name, item in value.items():
+            if name in properties:
+                found += complaints(item, properties[name], f"{where}.{name}")
+    return found
+
+
+CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ("explain", ["explain", "6144,4096", "--device", "h200", "--device", "sm_130"]),
+        ("explain", ["explain", str(CHECKPOINTS / "modelopt-fp8"), "--device", "a100"]),
+        ("doctor", ["doctor"]),
+        ("env", ["env"]),
+        ("inspect", ["inspect", str(CHECKPOINTS / "quark-kv")]),
+        ("inspect", ["inspect", str(CHECKPOINTS / "bf16")]),
+        ("tables", ["tables", "list"]),
+    ],
+)
+def test_json_is_as_its_schema_says(call, schema, arguments):
+    described = json.loads((DOCS / "schemas" / f"{schema}.json").read_text())
+    assert complaints(json.loads(call([*arguments, "--json"])), described) == []
+
+
+def test_the_check_of_schemas_finds_faults():
+    schema = json.loads((DOCS / "schemas" / "env.json").read_text())
+    row = env_command.rows()[0]
+    assert complaints([row], schema) == []
+    assert complaints([row | {"extra": 1}], schema)
+    assert complaints([{k: v for k, v in row.items() if k != "value"}], schema)
+    assert complaints([row | {"value": 3}], schema)
+    assert complaints(row, schema)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_documents_name_no_file_that_is_not_there(page):
+    for path in re.findall(r"`((?:src|tests|docs)/[\w./-]+)`", page.read_text()):
+        assert (ROOT / path).exists(), path
