@@ -293,7 +293,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     out.append("backends:")
     for one in found["backends"]:
         why = f"  {one['why']}" if one["why"] else ""
-        out.append(f"  {one['name']:<16} {one['state']:<8}{why}")
+        out.append(f"  {one['name']:<16} {one['state']:<8}{why}".rstrip())
     for one in found["failed_trials"]:
         out.append(f"  {one['backend']} failed on {one['gpu']}: it {one['why']}")
         out.append(f"    delete {one['file']} to try it again")

@@ -41,7 +41,8 @@ def facts(found: Explanation) -> list[str]:
     count = sum(kind.count for kind in found.kinds)
     memory = found.device.memory_bytes
     of = f" of {memory / 1e9:.0f} GB" if memory else ""
-    out = [f"{count} FP8 layers, {weights / 1e9:.2f} GB{of}"]
+    layers = "1 FP8 layer" if count == 1 else f"{count} FP8 layers"
+    out = [f"{layers}, {weights / 1e9:.2f} GB{of}"]
     for text in dict.fromkeys(_arithmetic(k, r) for k in found.kinds for r in k.runs):
         out.append(text)
     if any(r.choice.quantizes for kind in found.kinds for r in kind.runs):
