@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # fp32 accumulators a thread can hold: the register file's limit, and what leaves room for the rest
 _MAX_ACCUMULATORS = 256
 _GOOD_ACCUMULATORS = 128
+# bytes of operands a thread holds where the dot reads registers; above, it spills (2 to 9x slower)
+_GOOD_OPERAND_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,29 @@ class TileConfig(Config):
                 want="blocks and num_warps powers of two, num_stages and group_m at least 1",
             )
 
+    @property
+    def sums(self) -> int:
+        """fp32 sums of one thread."""
+        return self.block_m * self.block_n // (32 * self.num_warps)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of one step's operands for each thread, where the dot reads registers."""
+        return (self.block_m + self.block_n) * self.block_k // (32 * self.num_warps)
+
+    def from_shared(self, device: Device) -> bool:
+        """Whether the dot is a warp group's and reads its operands from shared memory."""
+        return _by_warp_groups(device) and self.block_m >= 64 and self.num_warps >= 4
+
+    def converts(self, device: Device) -> bool:
+        """Whether codes are converted to fp16 because no FP8 product has this shape there."""
+        return _by_warp_groups(device) and not self.from_shared(device)
+
     def smem_bytes(self, device: Device, out_bytes: int = 2) -> int:
         """Shared memory of a row-scaled tile, never less than what Triton takes."""
         tile = (self.block_m + self.block_n) * self.block_k
-        features = device.arch.features
-        from_shared = self.block_m >= 64 and self.num_warps >= 4
-        if from_shared and ("wgmma" in features or "tcgen05" in features):
-            depth = self.num_stages
-        else:
-            depth = max(self.num_stages - 1, 1)
-        barriers = 16 if "tcgen05" in features else 0
+        depth = self.num_stages if self.from_shared(device) else max(self.num_stages - 1, 1)
+        barriers = 16 if "tcgen05" in device.arch.features else 0
         return max(depth * tile, self.block_m * self.block_n * out_bytes) + barriers
 
 
@@ -139,12 +154,38 @@ class TileBackend(Backend):
                 continue
             if block_k > 32 and block_k >= 2 * problem.k:
                 continue
-            for warps, stages in product((2, 4, 8), (1, 2, 3, 4, 5, 6)):
-                if block_m * block_n > 32 * warps * _GOOD_ACCUMULATORS:
-                    continue
+            # a weight is streamed through small tiles: the deeper the pipeline, the better
+            deep = (8, 12) if block_m <= 64 and block_n <= 64 and block_k <= 256 else ()
+            for warps, stages in product((2, 4, 8), (1, 2, 3, 4, 5, 6, *deep)):
                 config = TileConfig(block_m, block_n, block_k, 8, warps, stages)
-                if self.illegal(config, problem, device) is None:
+                if self._good(config, problem, device):
                     yield config
+
+    def _good(self, config: TileConfig, problem: Problem, device: Device) -> bool:
+        """Legal, and not of the kinds that a warp group's dot or the registers make slow."""
+        if config.sums * sums_kept(problem) > _GOOD_ACCUMULATORS:
+            return False
+        if not config.from_shared(device):
+            # two warps multiply tall tiles 2 to 10 times slower than a warp group (H200)
+            if _by_warp_groups(device) and config.block_m >= 64:
+                return False
+            if config.operand_bytes > _GOOD_OPERAND_BYTES:
+                return False
+        return self.illegal(config, problem, device) is None
+
+
+def _by_warp_groups(device: Device) -> bool:
+    return not device.arch.features.isdisjoint(("wgmma", "tcgen05"))
+
+
+def scales_along_k(problem: Problem) -> bool:
+    """Whether a scale changes inside a row's sum."""
+    return problem.scheme.weight == "block" or problem.scheme.activation == "group"
+
+
+def sums_kept(problem: Problem) -> int:
+    """How many fp32 sums an output has: a second one where each tile's product is promoted."""
+    return 2 if scales_along_k(problem) or problem.accumulate == "fp32_128" else 1
 
 
 def triton_missing() -> str | None:

@@ -1,8 +1,8 @@
 """µs ≈ max(DRAM, L2, matrix units, latency) over waves of tiles: a ranker that measures nothing.
 
 It orders the legal configurations where no table has a row, and the tuner's candidates. Public
-models of this kind come within 5 to 10 % of an exhaustive search; the constants below are fitted to
-`benchmarks/` and to the peers' published figures, and matter only against each other.
+models of this kind come within 5 to 10 % of an exhaustive search; ours of W8A8 tiles is in
+`tile_time`. The constants matter only against each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from anyfp8.gemm.base import Backend, Config
 from anyfp8.gemm.tiles import TileConfig
 from anyfp8.gemm.triton_w8a16 import W8A16Config
 from anyfp8.problem import Problem
+from anyfp8.select.tile_time import tile_us
 
 if TYPE_CHECKING:
     from anyfp8.device import Device
@@ -31,12 +32,12 @@ _TRIP_US = 0.9
 _STEP_US = 0.05
 _QUANTIZE_US = 2.0
 
-# share of the roof that torch.scaled_mm reaches by M, on SM90 (H200, torch 2.11, this library's
-# protocol); per-token by per-channel, per-tensor, 128x128 blocks
-_LIBRARY_SHARE = {
-    "row": ((128, 0.42), (256, 0.54), (512, 0.64), (1024, 0.82), (1 << 40, 0.92)),
-    "tensor": ((128, 0.60), (256, 0.72), (512, 0.83), (1024, 0.84), (1 << 40, 0.88)),
-    "block": ((128, 0.38), (256, 0.54), (512, 0.56), (1024, 0.73), (1 << 40, 0.76)),
+# torch.scaled_mm on the H200 (torch 2.11, cuBLASLt): µs of its start and of 1,024 columns of K,
+# which decide below M = 512, and the shares of the bandwidth and of the FP8 rate that it reaches
+_LIBRARY = {
+    "row": (4.3, 2.26, 0.64, 0.70),
+    "block": (7.0, 2.26, 0.62, 0.58),
+    "tensor": (3.0, 1.0, 0.70, 0.80),
 }
 
 
@@ -111,35 +112,19 @@ def _library_us(problem: Problem, device: Device) -> float:
     recipe = "block" if scheme.block else "row"
     if (scheme.weight, scheme.activation) == ("tensor", "tensor"):
         recipe = "tensor"
-    share = next(s for m, s in _LIBRARY_SHARE[recipe] if problem.m <= m)
+    start, per_kilo, dram_share, fp8_share = _LIBRARY[recipe]
     m, n, k = problem.m, problem.n, problem.k
-    memory = (n * k + m * k + 2 * m * n) / _bytes_per_us(device) * _DRAM_SHARE
-    math_us = 2 * m * n * k / ((device.fp8_tflops or 0) * 1e6 or math.inf)
-    return max(memory, math_us) / share + _LAUNCH_US / 2 + _quantize_us(problem, device)
+    memory = (n * k + m * k + 2 * m * n) / ((device.bandwidth_gbs or 1.0) * 1e3 * dram_share)
+    math_us = 2 * m * n * k / ((device.fp8_tflops or 0) * 1e6 * fp8_share or math.inf)
+    return max(memory, math_us, start + per_kilo * k / 1024) + _quantize_us(problem, device)
 
 
 def _tile_us(problem: Problem, device: Device, config: Config) -> float | None:
     if isinstance(config, W8A16Config):
         return _w8a16_us(problem, device, config)
     assert isinstance(config, TileConfig)
-    native = "wgmma" not in device.arch.features or config.block_m >= 64
-    # below 64 rows Hopper multiplies FP8 as fp16
-    peak = (device.fp8_tflops or 0) if native else (device.bf16_tflops or 0)
-    if not peak:
-        return None
-    share = 0.75 if config.block_m * config.block_n >= 16384 else 0.55
-    share *= 0.9 if problem.accumulate == "fp32_128" else 1.0
-    shape = (config.block_m, config.block_n, config.block_k)
-    us = _streamed_us(
-        problem,
-        device,
-        shape,
-        config.num_stages,
-        config.num_warps,
-        config.smem_bytes(device),
-        peak * share,
-    )
-    return us + _quantize_us(problem, device)
+    us = tile_us(problem, device, config)
+    return None if us is None else us + _quantize_us(problem, device)
 
 
 def _w8a16_us(problem: Problem, device: Device, config: W8A16Config) -> float:
