@@ -10,30 +10,34 @@ The surprise: plain `from_pretrained` does not know ModelOpt files. It warns, ca
 from __future__ import annotations
 
 import logging
-import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anyfp8 import reference
-from anyfp8.checkpoint import Checkpoint, open_checkpoint
+from anyfp8.checkpoint import open_checkpoint
 from anyfp8.checkpoint.rules import Rule
-from anyfp8.checkpoint.sources import Source, is_quantized, open_source
+from anyfp8.checkpoint.sources import is_quantized, open_source
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
-from anyfp8.linear import Fp8Linear
+from anyfp8.integrations.filling import (
+    Step,
+    fill_quantized,
+    fill_source,
+    finish,
+    replace_linear,
+)
+from anyfp8.integrations.parallel import Parallel, add_sums, group_of, share_out
+from anyfp8.integrations.reloading import reload
+from anyfp8.integrations.saving import Origin, save, set_origin
 from anyfp8.linear.convert import linears
-from anyfp8.problem import QTensor, Scheme
+from anyfp8.problem import Scheme
 from anyfp8.select import Request
 
+__all__ = ["load", "load_tokenizer", "quantizable", "reload", "save", "skeleton", "usable_device"]
+
 log = logging.getLogger(__name__)
-
-Step = Callable[[int, int], None]
-
-# written by old tools into 16-bit checkpoints; every model computes them
-_COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$", r"\.attn\.bias$")
 
 
 def load(
@@ -45,14 +49,15 @@ def load(
     dtype: torch.dtype | None = None,
     request: Request | None = None,
     emulate: bool = False,
+    tp: Any = None,
+    dynamic_fallback: bool = False,
     progress: Step | None = None,
 ) -> Any:
     """Load a checkpoint as a transformers causal language model.
 
     Args:
         path: an FP8 checkpoint folder; or a 16-bit one or a GGUF file, which stays in 16 bits
-            unless
-            `scheme` says how to quantize it while loading.
+            unless `scheme` says how to quantize it while loading.
         scheme: a dynamic or weight-only scheme, for 16-bit checkpoints only.
         exclude: linears that `scheme` leaves in 16 bits.
         device: where to put the model; a GPU if there is one, else the CPU.
@@ -60,6 +65,11 @@ def load(
         request: what to ask of the selection for every layer.
         emulate: on devices without FP8 units, compute what those would (activations quantized as
             the checkpoint says) instead of running weight-only.
+        tp: ranks of tensor parallelism: their number, True for all processes of
+            torch.distributed (torchrun starts them), or a process group. Every rank calls `load`
+            and the model, which then computes the same on each; None is a whole model.
+        dynamic_fallback: quantize activations dynamically, with a warning, where the static scale
+            of an FP8 checkpoint is absent or unusable.
         progress: called with (layers loaded, layers in all).
 
     Returns:
@@ -69,8 +79,14 @@ def load(
         CheckpointError: the files are not consistent, or do not fit the model's architecture.
         InputError: `scheme` with an FP8 checkpoint, or one that needs calibration; no such device.
     """
+    group = None if tp is None else group_of(tp, torch.cuda.is_available())
+    if group is not None and device is None and torch.cuda.is_available():
+        device = f"cuda:{torch.distributed.get_rank() % torch.cuda.device_count()}"
     device = usable_device(device)
     request = request or Request(emulate=emulate)
+    parallel: Parallel | None = None
+    optional: dict[str, torch.Tensor] = {}
+    kv_cache = ""
     if is_quantized(path):
         if scheme is not None:
             raise InputError(
@@ -79,16 +95,36 @@ def load(
                 want="scheme=None",
                 hint="quantize its 16-bit original to get another scheme",
             )
-        checkpoint = open_checkpoint(path)
-        model = skeleton(checkpoint.plan.config, dtype)
-        _fill_quantized(model, checkpoint, device, request, progress)
+        checkpoint = open_checkpoint(path, dynamic_fallback=dynamic_fallback)
+        plan = checkpoint.plan
+        for warning in plan.warnings:
+            log.warning("%s: %s", plan.path.name, warning)
+        model = skeleton(plan.config, dtype)
+        parallel = share_out(model, group) if group is not None else None
+        for name, layer in plan.layers.items():
+            place = (
+                (layer.n, layer.k) if parallel is None else parallel.shape(name, layer.n, layer.k)
+            )
+            scheme_ = layer.scheme if parallel is None else parallel.scheme(name, layer.scheme)
+            bias = layer.bias is not None and (parallel is None or parallel.keeps_bias(name))
+            replace_linear(model, name, scheme_, place, bias, request)
+        fill_quantized(model, checkpoint, parallel, device, progress)
+        optional = {name: checkpoint.tensor(name) for name in plan.optional}
         folder: Path | None = Path(path)
+        config, kv_cache = plan.config, plan.kv_cache
     else:
         source = open_source(path)
         model = skeleton(source.config, dtype)
-        _fill_source(model, source, _parsed(scheme), list(exclude), device, request, progress)
+        parallel = share_out(model, group) if group is not None else None
+        parsed = _parsed(scheme)
+        fill_source(model, source, parsed, list(exclude), parallel, device, request, progress)
         folder = Path(path) if Path(path).is_dir() else None
-    _finish(model, folder, device)
+        config = source.config
+    finish(model, folder, device)
+    if parallel is not None:
+        add_sums(model, parallel)
+    kept = {k: v for k, v in config.items() if k != "quantization_config"}
+    set_origin(model, Origin(folder, kept, kv_cache, optional, parallel))
     return model
 
 
@@ -163,158 +199,6 @@ def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
             hint="pip install -U transformers",
         ) from error
     return model.eval()
-
-
-def _fill_quantized(
-    model: Any, checkpoint: Checkpoint, device: torch.device, request: Request, step: Step | None
-) -> None:
-    layers = checkpoint.plan.layers
-    for name, plan in layers.items():
-        _replace(model, name, plan.scheme, (plan.n, plan.k), plan.bias is not None, request)
-    for done, name in enumerate(layers, 1):
-        found = checkpoint.layer(name)
-        _load_layer(
-            model.get_submodule(name),
-            found.weight,
-            found.input_scale,
-            found.bias,
-            device,
-            found.extras,
-        )
-        if step:
-            step(done, len(layers))
-    for name in checkpoint.plan.plain:
-        _place(model, name, checkpoint.tensor(name), device)
-
-
-def _fill_source(
-    model: Any,
-    source: Source,
-    scheme: Scheme | None,
-    exclude: list[str],
-    device: torch.device,
-    request: Request,
-    step: Step | None,
-) -> None:
-    chosen: set[str] = set()
-    if scheme is not None:
-        chosen = set(linears(model, exclude)[0])
-        if not chosen:
-            raise InputError(
-                "no linear layer to quantize", got=f"exclude={exclude}", want="at least one"
-            )
-    names = list(source.specs)
-    for done, name in enumerate(names, 1):
-        module, _, leaf = name.rpartition(".")
-        if module in chosen and leaf == "weight":
-            assert scheme is not None
-            w = source.tensor(name)
-            biased = getattr(model.get_submodule(module), "bias", None) is not None
-            bias = source.tensor(f"{module}.bias") if biased else None
-            _replace(model, module, scheme, (w.shape[0], w.shape[1]), biased, request)
-            q = reference.quantize_weight(w.to(device), scheme)
-            _load_layer(model.get_submodule(module), q, None, bias, device, {})
-        elif not (module in chosen and leaf == "bias"):
-            _place(model, name, source.tensor(name), device)
-        if step:
-            step(done, len(names))
-
-
-def _replace(
-    model: Any, name: str, scheme: Scheme, shape: tuple[int, int], bias: bool, request: Request
-) -> None:
-    module = _submodule(model, name)
-    n, k = shape
-    weight = getattr(module, "weight", None) if isinstance(module, torch.nn.Linear) else None
-    if weight is None or tuple(weight.shape) != shape:
-        found = "no such module" if module is None else repr(module)
-        raise CheckpointError(
-            f"the quantized layer {name} has no place in {type(model).__name__}",
-            got=found,
-            want=f"a linear of {n}x{k}",
-            hint="config.json and the weights may be of different models",
-        )
-    layer = Fp8Linear(k, n, scheme, bias=bias, dtype=model.dtype, device="meta", request=request)
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent) if parent else model, leaf, layer.eval())
-
-
-def _submodule(model: Any, name: str) -> Any | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _load_layer(
-    layer: Any,
-    weight: QTensor,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    device: torch.device,
-    extras: dict[str, torch.Tensor],
-) -> None:
-    def there(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.to(device)
-
-    moved = QTensor(weight.codes.to(device), weight.scale.to(device), weight.block, weight.fmt)
-    layer.load(
-        moved,
-        input_scale=there(input_scale),
-        bias=there(bias),
-        extras={name: value.to(device) for name, value in extras.items()},
-    )
-    layer.prepare()
-
-
-def _place(model: Any, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Put an unquantized tensor where the model has it on meta."""
-    module, _, leaf = name.rpartition(".")
-    owner = _submodule(model, module)
-    old = None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
-    if owner is None or old is None:
-        ignored = (*_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
-        if any(re.search(pattern, name) for pattern in ignored):
-            return
-        raise CheckpointError(
-            f"the tensor {name} has no place in {type(model).__name__}",
-            got=f"shape {tuple(value.shape)}",
-            want="only tensors that the model has",
-            hint="config.json and the weights may be of different models",
-        )
-    if old.shape != value.shape:
-        raise CheckpointError(
-            f"the tensor {name} does not fit {type(model).__name__}",
-            got=f"shape {tuple(value.shape)}",
-            want=f"{tuple(old.shape)}",
-            hint="config.json and the weights may be of different models",
-        )
-    moved = value.to(device=device, dtype=old.dtype if value.is_floating_point() else None)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = torch.nn.Parameter(moved, requires_grad=False)
-    else:
-        owner._buffers[leaf] = moved
-
-
-def _finish(model: Any, folder: Path | None, device: torch.device) -> None:
-    model.tie_weights()
-    empty = [name for name, p in model.named_parameters() if p.device.type == "meta"]
-    if empty:
-        raise CheckpointError(
-            f"the checkpoint does not fill {type(model).__name__}",
-            got=f"{len(empty)} parameters are missing: " + ", ".join(empty[:3]),
-            want="a tensor for every parameter",
-            hint="the download may be incomplete",
-        )
-    for module in model.modules():
-        if not isinstance(module, Fp8Linear):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-    model.requires_grad_(False)
-    if folder is not None and (folder / "generation_config.json").is_file():
-        transformers = _transformers()
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
 
 
 def _parsed(scheme: Scheme | str | None) -> Scheme | None:

@@ -76,10 +76,13 @@ class Fp8Linear(torch.nn.Module):
         self._set("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     def _set(self, name: str, value: torch.Tensor | None) -> None:
-        self._parameters.pop(name, None)
+        old = self._parameters.pop(name, None)
         parameter = None
         if value is not None:
             parameter = torch.nn.Parameter(value, requires_grad=False)
+            if old is not None:
+                # engines hang their weight loaders on parameters
+                parameter.__dict__.update(old.__dict__)
         self.register_parameter(name, parameter)
 
     def __getattr__(self, name: str) -> Any:
@@ -163,7 +166,8 @@ class Fp8Linear(torch.nn.Module):
             )
         if input_scale is not None:
             input_scale = _positive("input_scale", input_scale).reshape(())
-        was_prepared, self._prepared = self._prepared is not None, None
+        old = (self._prepared, dict(self._parameters), dict(self._buffers))
+        self._prepared = None
         self._set("weight", weight.codes.view(torch.float8_e4m3fn))
         self._set("weight_scale", scale)
         self._set("input_scale", input_scale)
@@ -171,8 +175,13 @@ class Fp8Linear(torch.nn.Module):
         for name, value in (extras or {}).items():
             self._buffers.pop(name, None)
             self.register_buffer(name, value)
-        if was_prepared:
-            self.prepare()
+        if old[0] is not None:
+            try:
+                self.prepare()
+            except BaseException:
+                # out of memory, say: what worked before goes on working
+                self._prepared, self._parameters, self._buffers = old
+                raise
 
     def plan(self, x_dtype: torch.dtype | None = None) -> Plan:
         """The choices of this layer on its device, made at first use."""
