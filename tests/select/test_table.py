@@ -95,6 +95,44 @@ def test_the_fastest_willing_backend_wins_if_it_beats_the_default_path_by_the_ma
     assert (choice.backend, choice.source) == ("torch_scaled_mm", "user table")
 
 
+def test_a_linear_takes_gemm_rows_where_it_has_none_of_its_own():
+    gemm_row, linear_row = row(64, A, 9.0), row(64, B, 30.0, op="linear")
+    tile = select(problem(64), L40S, Request(), tables_of(L40S, gemm_row)).config
+    assert tile == TileConfig(**A)
+    tile = select(problem(64), L40S, Request(), tables_of(L40S, gemm_row, linear_row)).config
+    assert tile == TileConfig(**B)
+
+
+def test_gemm_rows_do_not_decide_between_backends_that_quantize_and_that_do_not():
+    ours = row(64, A, 9.0)
+    default = row(64, None, 10.0, backend="torch_scaled_mm")
+    exact = replace(ours, backend="triton_w8a16", config=None, us=1.0)
+    request = Request(numerics="at_least")
+    found = tables_of(H200, ours, default, exact)
+    assert select(problem(64), H200, request, found).source == "ranker"
+    assert select(problem(64), H200, Request(), found).backend == "triton_row"
+    timed = tables_of(H200, *(replace(r, op="linear") for r in (ours, default, exact)))
+    assert select(problem(64), H200, request, timed).backend == "triton_w8a16"
+
+
+def test_the_shipped_h200_table_serves_what_it_measured_and_never_what_lost():
+    found = tables.load_tables(H200)
+    table = found.tables[0][1]
+    facts = dict(table.header.facts)
+    assert (facts["torch"], facts["triton"], facts["sms"]) == ("2.11.0+cu130", "3.6.0", H200.sms)
+    by_key = {}
+    for line in table.rows:
+        by_key.setdefault(line.key, {})[line.role] = line
+    assert len({key[-3:-1] for key in by_key}) == 4
+    for rows in by_key.values():
+        ours, default = rows["ours"], rows["default"]
+        asked = Problem("linear", Scheme.parse(ours.scheme), ours.m, ours.n, ours.k)
+        choice = select(asked, H200, Request(), found)
+        assert choice.source == "shipped table"
+        wins = ours.us <= default.us * 0.98
+        assert choice.backend == (ours.backend if wins else default.backend)
+
+
 def test_the_last_of_two_rows_with_one_key_counts():
     found = tables_of(L40S, row(64, A), row(64, B))
     assert select(problem(64), L40S, Request(), found).config == TileConfig(**B)
@@ -141,7 +179,7 @@ def test_a_table_in_the_users_folder_comes_before_the_shipped_one(tmp_path, monk
 
 
 def test_another_devices_tables_serve_when_named(monkeypatch):
-    assert plan(ROW, 6144, 4096, H200).choice(1).source == "ranker"
+    assert "NVIDIA L40S" not in plan(ROW, 6144, 4096, H200).choice(1).provenance
     monkeypatch.setenv("ANYFP8_TABLE_DEVICE", "NVIDIA L40S")
     choice = plan(ROW, 6144, 4096, H200).choice(1)
     assert choice.source == "shipped table"

@@ -78,6 +78,10 @@ def select(
     6. the default path: the first willing backend in the order of `gemm.backends()`, with its
        default configuration. 3 to 5 are skipped with `request.tune=False` (the kill switch).
 
+    Rows of op "linear" (time with quantization) come before rows of op "gemm" of the same scheme,
+    which serve a linear too: what they compare pays for the same quantizer. Where weight-only
+    backends compete (`numerics="at_least"`), which do not, gemm rows decide nothing.
+
     Args:
         tables: what `load_tables` returns, or None for no tables.
         layout: only backends that read this layout of the weight.

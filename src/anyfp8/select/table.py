@@ -176,6 +176,8 @@ class Tables:
                 m = nearest_m(by_m, problem.m)
                 if m is None:
                     continue
+                if key[0] != problem.op and len({backend.kind for backend in willing}) > 1:
+                    continue
                 found = self._winner(by_m[m], problem, device, willing)
                 if found is None:
                     continue
@@ -262,7 +264,8 @@ def nearest_m(ms: Iterable[int], m: int) -> int | None:
 
 
 def _groups_of(problem: Problem) -> Iterator[tuple[Any, ...]]:
-    # time with quantization decides for a linear; without such rows the product's own time does
+    # time with quantization decides for a linear; without such rows the product's own time does,
+    # but never between backends that quantize and backends that do not
     for op in dict.fromkeys((problem.op, "gemm")):
         x_dtype = problem.x_dtype if op == "linear" else ""
         scheme = problem.scheme.name
