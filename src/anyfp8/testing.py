@@ -131,15 +131,15 @@ def _specialize(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[An
             continue
         value = launch.arguments[name]
         specialized = not launch.kernel.params[position].do_not_specialize
-        if isinstance(value, int) and value == 1 and specialized:
-            signature[name] = "constexpr"
-            constants[(position,)] = 1
-            continue
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
             aligned = value.data_ptr() % 16 == 0
         elif isinstance(value, float):
             signature[name] = "fp32"
+            aligned = False
+        elif value == 1 and specialized:
+            signature[name] = "constexpr"
+            constants[(position,)] = 1
             aligned = False
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

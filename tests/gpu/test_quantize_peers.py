@@ -43,17 +43,31 @@ def test_scales_differ_by_an_ulp_and_codes_only_where_they_do(peer, k):
     # a peer may multiply by 1/448 or divide approximately: the scale's last bit
     ulps = (q.scale.contiguous().view(torch.int32) - scale.contiguous().view(torch.int32)).abs()
     assert ulps.max() <= 1
-    # codes differ by one step at most, where x · (1/s) and x / s fall on two sides of a tie
     step = (codes.int() - q.codes.int()).abs()
     assert step.max() <= 1
-    assert (step != 0).float().mean() < 1e-3
+    # 448 · x / amax of 8-bit x and amax is a tie in a few values of a thousand: every such tie may
+    # fall either way with the last bits of scale, inverse and product, four ulp at most together.
+    # SGLang's per_token multiplies by 1/448: 0.0011 of the codes at K = 4096, 0.0016 at 12288
+    different = step != 0
+    per_row = x.view(257, -1, k if peer.kind == "token" else 128)
+    exact = per_row.double() * 448 / per_row.abs().amax(-1, keepdim=True).double()
+    exact = exact.view(257, k)[different]
+    tie = (fp8.decode(codes[different]).double() + fp8.decode(q.codes[different]).double()) / 2
+    assert ((exact - tie).abs() <= exact.abs() * 2**-21).all()
 
 
 @pytest.mark.skipif(not PEERS, reason="ANYFP8_TEST_PEERS names no folder of peers")
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: f"{p.name} {p.kind}")
-def test_a_zero_row_is_zero_everywhere(peer):
+def test_a_zero_row_is_zero_but_where_a_peer_divides_by_its_scale_of_zero(peer):
     x = testing.random_rows(8, 4096, device="cuda")
     x[3] = 0
-    codes, _ = theirs(peer, x)
-    assert not (codes[3] & 0x7F).any()
-    assert not fp8.decode(ours(peer.kind, x).codes[3]).any()
+    q = ours(peer.kind, x)
+    assert not (q.codes[3] & 0x7F).any()
+    assert (q.scale[3] > 0).all()
+    codes, scale = theirs(peer, x)
+    if (peer.name, peer.kind) == ("sglang per_token", "token"):
+        # 0 · (1 / 0) is NaN, which its clamp turns into 448; times the scale of zero it is 0 again
+        assert (codes[3] == 0x7E).all()
+        assert not scale[3].any()
+    else:
+        assert not (codes[3] & 0x7F).any()

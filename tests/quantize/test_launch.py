@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anyfp8.quantize.launch import Launch, Launcher
+from anyfp8.quantize.per_group import group_config
 
 
 class Compiled:
@@ -70,6 +71,22 @@ def test_another_form_is_compiled_by_itself(other):
     start(launcher, kernel, **{"x": torch.zeros(32), **other})
     assert len(kernel.compilations) == 2
     assert not kernel.compiled.calls
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256, 4096])
+@pytest.mark.parametrize("n_groups", [32, 96])
+@pytest.mark.parametrize("rows_fastest", [False, True])
+def test_tiles_cover_whole_warps_and_grow_with_the_work(m, n_groups, rows_fastest):
+    c = group_config(m, n_groups, 128, rows_fastest)
+    values = c.rows * c.groups * 128
+    assert values >= 128 * c.num_warps
+    # one group a program took six times as long at 4096 rows
+    assert values >= 1024 or m <= 64
+    assert (c.rows == 1) != (rows_fastest and m > 1)
+
+
+def test_one_row_of_each_expert_is_not_rounded_up_to_eight():
+    assert group_config(1, 4, 128, True, outer=128).rows == 1
 
 
 def test_arguments_in_another_order_than_the_kernels_always_ask_triton():

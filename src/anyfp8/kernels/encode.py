@@ -83,7 +83,8 @@ def encode(
     NAN_TO_ZERO: tl.constexpr = False,
 ):
     """fp32 tensor -> uint8 codes: nearest even, saturating at FP8_MAX, NaN to the canonical NaN."""
-    if ENCODE == "integer":
+    # inline assembly takes four values at a time, which the tile of one or two columns has not
+    if ENCODE == "integer" or x.numel < 4:
         if FP8_DTYPE == tl.float8e5:
             return _encode_integer(x, 2, 15, 0x7B, 0 if NAN_TO_ZERO else 0x7F, True, 128.0)
         elif FP8_DTYPE == tl.float8e4b8:
@@ -93,18 +94,19 @@ def encode(
             return _encode_integer(x, 3, 8, largest, nan, False, 8192.0)
         else:
             return _encode_integer(x, 3, 7, 0x7E, 0 if NAN_TO_ZERO else 0x7F, True, 16384.0)
-    if ENCODE == "hardware":
-        code = x.to(FP8_DTYPE).to(tl.uint8, bitcast=True)
     else:
-        asm: tl.constexpr = _E5M2_PTX if FP8_DTYPE == tl.float8e5 else _E4M3_PTX
-        code = tl.inline_asm_elementwise(
-            asm, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    if NAN_TO_ZERO:
-        code = tl.inline_asm_elementwise(
-            _NAN_TO_ZERO_PTX, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    return code
+        if ENCODE == "hardware":
+            code = x.to(FP8_DTYPE).to(tl.uint8, bitcast=True)
+        else:
+            asm: tl.constexpr = _E5M2_PTX if FP8_DTYPE == tl.float8e5 else _E4M3_PTX
+            code = tl.inline_asm_elementwise(
+                asm, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+            )
+        if NAN_TO_ZERO:
+            code = tl.inline_asm_elementwise(
+                _NAN_TO_ZERO_PTX, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
+            )
+        return code
 
 
 @triton.jit

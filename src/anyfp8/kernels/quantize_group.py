@@ -1,11 +1,9 @@
 """q[r, gG:(g+1)G] = encode(x / s[r, g]): one scale per G columns of a row, any scale layout.
 
 A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile. A group of 128 is 8 to 32 lanes
-wide, so its maximum needs no shared memory. One group in a program of one warp is the shortest way:
-its maximum is one instruction, and each lane holds the scale to store. Scales go where their
-strides say; packed ones are single bytes of int32 words (four groups a word, unused bytes 0). Where
-rows are the scales' fast axis they are the tile's too, so that a warp's scale stores touch
-neighbours.
+wide, so its maximum needs no shared memory. Scales go where their strides say; packed ones are
+single bytes of int32 words (four groups a word, unused bytes 0). Where rows are the scales' fast
+axis they are the tile's too, so that a warp's scale stores touch neighbours.
 """
 
 import triton

@@ -22,7 +22,7 @@ def amax_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    col_blocks = tl.cdiv(K, BLOCK_K).to(tl.int32)
+    col_blocks = tl.cast(tl.cdiv(K, BLOCK_K), tl.int32)  # K = 1 is a constant without .to
     row_blocks = tl.cdiv(M, ROWS)
     amax = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for tile in range(tl.program_id(0), OUTER * row_blocks * col_blocks, tl.num_programs(0)):
@@ -65,7 +65,7 @@ def quantize_scaled_kernel(
 ):
     """SCALE names the inverse's origin: "given" (s_ptr), "amax" (s_ptr gets it) or "number"."""
     outer = tl.program_id(1).to(tl.int64)
-    col_blocks = tl.cdiv(K, BLOCK_K).to(tl.int32)
+    col_blocks = tl.cast(tl.cdiv(K, BLOCK_K), tl.int32)  # K = 1 is a constant without .to
     rows = tl.program_id(0) // col_blocks * ROWS + tl.arange(0, ROWS)
     # int64: all of a contiguous tensor comes as one row
     first = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_K

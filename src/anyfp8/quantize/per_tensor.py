@@ -90,7 +90,9 @@ def per_tensor(
         if out_scale is not None:
             raise InputError(
                 f"cannot {WHAT} with both scale and out_scale",
+                got=f"scale {tuple(scale.shape)} and out_scale {tuple(out_scale.shape)}",
                 want="scale (static) or out_scale (dynamic), not both",
+                hint="leave out_scale out: a static scale is returned as it was given",
             )
     if out_scale is not None:
         check_scale(WHAT, out_scale, x.device)
@@ -253,7 +255,12 @@ def cast(
     what = "cast to FP8"
     x = check_input(what, x)
     if not math.isfinite(inverse_scale):
-        raise InputError(f"cannot {what}", got=f"inverse_scale={inverse_scale}", want="a number")
+        raise InputError(
+            f"cannot {what}",
+            got=f"inverse_scale={inverse_scale}",
+            want="a finite number",
+            hint="1 / scale, or 1.0 to convert without a scale; the scale itself may be 0 or NaN",
+        )
     data = torch.empty(x.shape, dtype=data_dtype(fmt), device=x.device) if out is None else out
     if out is not None:
         check_out(what, "out", out, x.shape, (data_dtype(fmt), torch.uint8), x.device, True)

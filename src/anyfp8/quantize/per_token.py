@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from anyfp8 import fp8, reference
+from anyfp8.errors import InputError
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, target_of
 from anyfp8.quantize.rows import (
@@ -55,6 +56,9 @@ def token_config(m: int, k: int) -> TokenConfig:
     tail_k = next_power_of_2(k - half) if half < k else block_k
     # four values for each thread, so that none waits
     if 128 * warps <= tail_k < half:
+        if half >= 8192 and m >= 1024:
+            # H200, K = 12288: 10.93 µs at 1024 rows, 11.24 with 8 warps; 4.47 and 4.42 at 256
+            warps = 16
         return TokenConfig(rows, half, warps, tail_k)
     return TokenConfig(rows, block_k, warps)
 
@@ -165,13 +169,12 @@ def per_token(
 
 def halved(what: str, columns: int) -> int:
     """K of a [..., 2K] input. Raises InputError for an odd number of columns."""
-    from anyfp8.errors import InputError
-
     if columns % 2:
         raise InputError(
             f"cannot {what} after silu · mul",
             got=f"{columns} columns",
             want="an even number: K gate columns followed by K up columns",
+            hint="torch.cat([gate, up], dim=-1); silu_mul=False quantizes all columns as they are",
         )
     return columns // 2
 
