@@ -1,6 +1,6 @@
 """MODEL or N,K, GPU → which kernel serves each layer at each M there, and why. No GPU needed.
 
-The plan is the layer's own: `linear.layer.plan_for`, asked about a GPU of the catalogue (or one
+The plan is the layer's own: `linear.plans.plan_for`, asked about a GPU of the catalogue (or one
 that is known by capability only). Estimates are the ranker's model unless a tuned row was measured,
 and their known error is part of the answer.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from anyfp8 import env, gemm
 from anyfp8.checkpoint.kv_cache import kv_cache_refusal
 from anyfp8.device import Device, find_device, planning_device
 from anyfp8.errors import AnyFp8Error, InputError
-from anyfp8.linear.layer import plan_for
+from anyfp8.linear.plans import plan_for
 from anyfp8.problem import DTYPE_NAMES, Problem, Scheme
 from anyfp8.select import M_GRID, Choice, Plan, Request
 from anyfp8.select.predict import estimate
@@ -39,13 +39,14 @@ class Run:
     Attributes:
         ms: of those asked about, ascending.
         us: of each, None where nothing is known.
-        timed: whether `us` were measured for a tuned row instead of estimated.
+        measured: "no" where `us` are estimates, "yes" where a tuned row has them, "product" where
+            it has the product's and quantizing the activations is estimated.
     """
 
     ms: tuple[int, ...]
     choice: Choice
     us: tuple[float | None, ...]
-    timed: bool
+    measured: str
     resources: Resources | None = None
 
 
@@ -150,11 +151,10 @@ def _runs(
         if i + 1 < len(ms) and same(choice, plan.choice(ms[i + 1])):
             continue
         problem = plan.problem_at(m)
-        known = [_measured_us(plan.problem_at(have), choice, tables) for have in group]
-        timed = None not in known
-        us = known if timed else [_estimated_us(plan.problem_at(h), choice, device) for h in group]
+        problems = [plan.problem_at(have) for have in group]
+        us, how = _times(problems, choice, device, tables)
         resources = resources_of(choice, problem, device) if compiles else None
-        yield Run(tuple(group), choice, tuple(us), timed, resources)
+        yield Run(tuple(group), choice, us, how, resources)
         group = []
 
 
@@ -163,29 +163,46 @@ def same(a: Choice, b: Choice) -> bool:
     return (a.backend, a.config, a.source) == (b.backend, b.config, b.source)
 
 
-def _estimated_us(problem: Problem, choice: Choice, device: Device) -> float | None:
-    return estimate(problem, device, gemm.backend(choice.backend), choice.config)
-
-
-def _measured_us(problem: Problem, choice: Choice, tables: Tables | None) -> float | None:
-    """µs of the row behind a choice, where one was measured at this M with its quantization."""
+def _times(
+    problems: Sequence[Problem], choice: Choice, device: Device, tables: Tables | None
+) -> tuple[tuple[float | None, ...], str]:
+    """µs of each problem, and what of them was measured."""
+    backend, config = gemm.backend(choice.backend), choice.config
+    estimates = [estimate(p, device, backend, config) for p in problems]
     if tables is None or not choice.source.endswith("table"):
-        return None
-    config = choice.config.to_dict()
-    rows = [row for _, table in tables.tables for row in table.rows]
-    found = [row for row in rows if _is_row_of(row, problem, choice.backend, config)]
-    return found[-1].us if found else None
+        return tuple(estimates), "no"
+    for op, how in (("linear", "yes"), ("gemm", "product")):
+        rows = [_row_us(tables, replace(p, op=op), choice) for p in problems]
+        if None in rows:
+            continue
+        if op == "linear":
+            return tuple(rows), how
+        products = [estimate(replace(p, op=op), device, backend, config) for p in problems]
+        if None not in estimates and None not in products:
+            # what the estimates have beside the product is the quantization
+            three = zip(rows, estimates, products, strict=True)
+            return tuple(row + whole - part for row, whole, part in three), how  # type: ignore[operator]
+    return tuple(estimates), "no"
 
 
-def _is_row_of(row: Row, problem: Problem, backend: str, config: dict[str, Any]) -> bool:
-    return (
-        (row.op, row.scheme, row.n, row.k, row.m)
-        == (problem.op, problem.scheme.name, problem.n, problem.k, problem.m)
-        and (row.x_dtype, row.out_dtype) == (problem.x_dtype, problem.out_dtype)
-        and row.accumulate == problem.accumulate
-        and row.backend == backend
-        and dict(row.config or ()) == config
-    )
+def _row_us(tables: Tables, problem: Problem, choice: Choice) -> float | None:
+    """µs of the row behind a choice, where one was measured at this very M."""
+    found = [r for _, t in tables.tables for r in t.rows if _is_row_of(r, problem, choice)]
+    return found[0].us if found else None
+
+
+def _is_row_of(row: Row, problem: Problem, choice: Choice) -> bool:
+    if row.role == "peer" or row.backend != choice.backend:
+        return False
+    # a row without a configuration is the default path's
+    if row.config is not None and dict(row.config) != choice.config.to_dict():
+        return False
+    if row.op == "linear" and row.x_dtype != problem.x_dtype:
+        return False
+    mine = (row.op, row.scheme, row.n, row.k, row.m, row.out_dtype, row.accumulate)
+    scheme = problem.scheme.name
+    shape = (problem.n, problem.k, problem.m)
+    return mine == (problem.op, scheme, *shape, problem.out_dtype, problem.accumulate)
 
 
 def _tables_sentence(device: Device, tables: Tables | None, kinds: Sequence[Kind]) -> str:

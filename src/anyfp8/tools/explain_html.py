@@ -105,8 +105,9 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _times(run: Run) -> str:
-    text = explain_text.times(run).removesuffix(" est.").replace("..", "–")
-    return f"{text}, measured" if run.timed else text
+    text = explain_text.times(run).replace(" part est.", "").removesuffix(" est.")
+    how = {"no": "", "product": ", product measured", "yes": ", measured"}[run.measured]
+    return text.replace("..", "–") + how
 
 
 def _config(choice: Choice) -> str:

@@ -24,7 +24,7 @@ def lines(found: Explanation) -> list[str]:
         bias = ", bias" if layer.bias else ""
         out.append(f"{kind.name}  {layer.n}x{layer.k}{bias}  {layer.scheme.name}  x{kind.count}")
         for run in kind.runs:
-            left = f"  {span(run.ms):<14}{run.choice.backend:<16}{times(run):>18}"
+            left = f"  {span(run.ms):<14}{run.choice.backend:<16}{times(run):>20}"
             out.append(f"{left}  {source_of(run.choice)}")
             config = config_of(run.choice)
             if config:
@@ -80,7 +80,8 @@ def times(run: Run) -> str:
     if not known:
         return "µs unknown"
     low, high = f"{min(known):.1f}", f"{max(known):.1f}"
-    return f"{low if low == high else f'{low}..{high}'} µs{'' if run.timed else ' est.'}"
+    how = {"no": " est.", "product": " part est.", "yes": ""}[run.measured]
+    return f"{low if low == high else f'{low}..{high}'} µs{how}"
 
 
 def source_of(choice: Choice) -> str:
@@ -118,7 +119,9 @@ def _totals(found: Explanation) -> list[str]:
 
 def errors_of(found: Explanation) -> list[str]:
     """The known error of the estimates shown."""
-    shown = {r.choice.backend for k in found.kinds for r in k.runs if not r.timed and any(r.us)}
+    shown = {
+        r.choice.backend for k in found.kinds for r in k.runs if r.measured == "no" and any(r.us)
+    }
     known = {error.backend: str(error) for error in measured.errors()}
     return [
         f"estimates of {known[name]}"
@@ -192,7 +195,7 @@ def _run_dict(run: Run) -> dict[str, Any]:
         "numerics": choice.numerics,
         "quantizes": choice.quantizes,
         "us": list(run.us),
-        "measured": run.timed,
+        "measured": run.measured,
         "compiled": None if run.resources is None else str(run.resources),
         "fits": None if run.resources is None else run.resources.fits,
     }
