@@ -47,7 +47,13 @@ def biased(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-channel-token", "w8a8-block128x128-group128"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param("w8a8-channel-token", marks=pytest.mark.slow),
+        "w8a8-block128x128-group128",
+    ],
+)
 def test_two_ranks_compute_what_one_computes(biased, tmp_path, scheme):
     quantize_checkpoint(biased, tmp_path / "fp8", scheme=scheme)
     whole = anyfp8.load(tmp_path / "fp8", device="cpu", dtype=torch.float32)
@@ -67,6 +73,7 @@ def test_two_ranks_compute_what_one_computes(biased, tmp_path, scheme):
     assert shapes[f"{mlp}.down_proj"] == (192, 160)
 
 
+@pytest.mark.slow
 def test_a_16_bit_checkpoint_is_quantized_whole_and_then_shared_out(biased, tmp_path):
     scheme = "w8a16-block128x128"
     whole = anyfp8.load(biased, device="cpu", scheme=scheme, dtype=torch.float32)
@@ -77,6 +84,7 @@ def test_a_16_bit_checkpoint_is_quantized_whole_and_then_shared_out(biased, tmp_
     torch.testing.assert_close(ranks[0]["logits"], logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_key_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 1}
     folder = conftest().save_tiny_llama(tmp_path / "mqa", **changes)
