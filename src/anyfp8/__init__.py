@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anyfp8.errors import AnyFp8Error
     from anyfp8.integrations.transformers import load
-    from anyfp8.linear import Fp8Linear, convert
+    from anyfp8.linear import Fp8Linear, convert, replan
     from anyfp8.problem import Problem, QTensor, Scheme
     from anyfp8.select import Request, plan
     from anyfp8.tools.quantize import quantize_checkpoint
@@ -33,6 +33,7 @@ _HOMES = {
     "load": "anyfp8.integrations.transformers",
     "plan": "anyfp8.select",
     "quantize_checkpoint": "anyfp8.tools.quantize",
+    "replan": "anyfp8.linear",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "load",
     "plan",
     "quantize_checkpoint",
+    "replan",
 ]
 
 

@@ -7,7 +7,7 @@ load time and runs. Everything but `run` works on a machine without Triton and w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -194,6 +194,17 @@ class Backend:
             x_dtype: "bf16", "fp16" or "fp32", of the activations to come.
         """
         return canonical_weight(weight, scheme)
+
+    def restored(
+        self, layout: str, tensors: Sequence[torch.Tensor], problem: Problem
+    ) -> PreparedWeight:
+        """The prepared weight whose `tensors()` these are, in their order: the way back for ops.
+
+        Args:
+            layout: "canonical", or this backend's own.
+        """
+        codes, scale = tensors
+        return CanonicalWeight(codes, scale, problem.scheme)
 
     def run(
         self,

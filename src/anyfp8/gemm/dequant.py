@@ -10,6 +10,7 @@ product, in fp32), so a machine without a GPU can measure what quantizing activa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,14 @@ class Dequant(Backend):
         w = reference.dequantize(plain.canonical(), DTYPES[x_dtype])
         same = torch.equal(_encoded(w, plain.scale, scheme), plain.codes)
         return DenseWeight(w, plain.scale, scheme, None if same else plain.codes)
+
+    def restored(
+        self, layout: str, tensors: Sequence[torch.Tensor], problem: Problem
+    ) -> PreparedWeight:
+        if layout != self.layout:
+            return super().restored(layout, tensors, problem)
+        w, scale, *codes = tensors
+        return DenseWeight(w, scale, problem.scheme, codes[0] if codes else None)
 
     def run(
         self,

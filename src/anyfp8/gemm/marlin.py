@@ -10,6 +10,7 @@ so only bf16 activations are taken.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,17 @@ class Marlin(Backend):
 
     def probe(self, problem: Problem, device: Device) -> str | None:
         return tried(self, problem, installed(*_MODULES) or "vllm")
+
+    def restored(
+        self, layout: str, tensors: Sequence[torch.Tensor], problem: Problem
+    ) -> PreparedWeight:
+        if layout != self.layout:
+            return super().restored(layout, tensors, problem)
+        shuffled, shuffled_scale, workspace, scale = tensors
+        size, x_dtype = (problem.n, problem.k), DTYPES[problem.x_dtype]
+        return MarlinWeight(
+            shuffled, shuffled_scale, workspace, scale, problem.scheme, size, x_dtype
+        )
 
     def prepare(self, weight: QTensor, scheme: Scheme, x_dtype: str) -> MarlinWeight:
         plain = canonical_weight(weight, scheme)

@@ -12,17 +12,18 @@ The surprise: `.half()`, `.to(dtype)` and their kin change the bias and the dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from anyfp8.device import Device, device_of
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import PreparedWeight
 from anyfp8.linear.dispatch import linear
+from anyfp8.linear.op import traced_linear
+from anyfp8.linear.plans import facts_of, plan_of
 from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
-from anyfp8.select import M_GRID, Plan, Request, plan
+from anyfp8.select import Plan, Request
 
 _CANONICAL = ("weight", "weight_scale")
 
@@ -66,7 +67,8 @@ class Fp8Linear(torch.nn.Module):
         self.dtype = dtype
         self.request = request or Request()
         self._prepared: PreparedWeight | None = None
-        self._plans: dict[torch.dtype, Plan] = {}
+        self._stored: list[torch.Tensor] = []
+        self._keys: dict[torch.dtype, str] = {}
         shape = scheme.weight_scale_shape(out_features, in_features)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8, device=device)
         self._set("weight", codes.view(torch.float8_e4m3fn))
@@ -184,19 +186,16 @@ class Fp8Linear(torch.nn.Module):
                 raise
 
     def plan(self, x_dtype: torch.dtype | None = None) -> Plan:
-        """The choices of this layer on its device, made at first use."""
-        x_dtype = x_dtype or self.dtype
-        if x_dtype not in self._plans:
-            self._plans[x_dtype] = plan_for(
-                self.scheme,
-                self.out_features,
-                self.in_features,
-                device_of(self.device),
-                x_dtype,
-                self._parameters["bias"] is not None,
-                self.request,
-            )
-        return self._plans[x_dtype]
+        """The choices of this layer on its device, for activations of a dtype."""
+        return plan_of(self._key(x_dtype or self.dtype), self.device)
+
+    def _key(self, x_dtype: torch.dtype) -> str:
+        key = self._keys.get(x_dtype)
+        if key is None:
+            n, k, bias = self.out_features, self.in_features, self._parameters["bias"] is not None
+            key = facts_of(self.scheme, n, k, x_dtype, bias, self.request).key
+            self._keys[x_dtype] = key
+        return key
 
     def prepare(self) -> None:
         """Decide the backends and store the weight as they want it. Safe to call again."""
@@ -208,29 +207,34 @@ class Fp8Linear(torch.nn.Module):
         assert weight is not None
         assert scale is not None
         self._prepared = self.plan().prepare(QTensor(weight.data, scale.data, self.scheme.block))
+        self._stored = list(self._prepared.tensors().values())
         for name in _CANONICAL:
             del self._parameters[name]
 
     def unprepare(self) -> None:
-        """Go back to the canonical weight and forget the plan; the next call prepares again."""
+        """Go back to the canonical weight; the next call prepares again."""
         if self._prepared is not None:
             canonical, self._prepared = self._prepared.canonical(), None
             self._set("weight", canonical.data)
             self._set("weight_scale", canonical.scale)
-        self._plans.clear()
+        self._stored = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x · Wᵀ + bias: [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype."""
         if self._prepared is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError("call prepare() on this layer before torch.compile traces it")
             self.prepare()
+        bias, input_scale = self._parameters["bias"], self._parameters["input_scale"]
+        if torch.compiler.is_compiling():
+            return traced_linear(x, self._stored, bias, input_scale, self._key(x.dtype))
+        plan = self.plan(x.dtype)
         assert self._prepared is not None
-        return linear(
-            x,
-            self._prepared,
-            self.plan(x.dtype),
-            bias=self._parameters["bias"],
-            input_scale=self._parameters["input_scale"],
-        )
+        if plan.layout != self._prepared.layout:
+            # planned again since, and the new plan stores the weight differently
+            self.unprepare()
+            self.prepare()
+        return linear(x, self._prepared, plan, bias=bias, input_scale=input_scale)
 
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None
@@ -303,7 +307,7 @@ class Fp8Linear(torch.nn.Module):
             error_msgs.append(f"{prefix}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # plans hold functions and facts of this machine: made again where the copy wakes up
+        # what was prepared is prepared again where the copy wakes up, for the device there;
         # codes travel as bytes: plain pickle does not know torch's FP8 storages
         state = self.__dict__.copy()
         parameters = dict(self._parameters)
@@ -311,39 +315,15 @@ class Fp8Linear(torch.nn.Module):
             parameters[name] = torch.nn.Parameter(getattr(self, name), requires_grad=False)
         codes = parameters["weight"].data.view(torch.uint8)
         parameters["weight"] = torch.nn.Parameter(codes, requires_grad=False)
-        return state | {"_plans": {}, "_prepared": None, "_parameters": parameters}
+        asleep = {"_stored": [], "_prepared": None, "_parameters": parameters}
+        return state | asleep | {"_wakes_prepared": self._prepared is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        wakes_prepared = state.pop("_wakes_prepared", False)
         super().__setstate__(state)
         self._set("weight", self._parameters["weight"].view(torch.float8_e4m3fn))
-
-
-def plan_for(
-    scheme: Scheme,
-    n: int,
-    k: int,
-    device: Device,
-    x_dtype: torch.dtype = torch.bfloat16,
-    bias: bool = False,
-    request: Request | None = None,
-    ms: Iterable[int] = M_GRID,
-) -> Plan:
-    """The plan of a layer [N, K]: what `Fp8Linear` follows and `anyfp8 explain` shows.
-
-    Args:
-        device: the layer's, or any other that is asked about.
-        x_dtype: of the activations and of the result.
-        ms: for which numbers of rows to decide at once; others are decided when asked.
-
-    Raises:
-        InputError: not a dtype of activations. And what `select.plan` raises.
-    """
-    name = DTYPE_NAMES.get(x_dtype)
-    if name is None:
-        raise InputError(
-            "not a dtype of activations", got=str(x_dtype), want=", ".join(DTYPE_NAMES.values())
-        )
-    return plan(scheme, n, k, device, name, name, bias, request, ms)
+        if wakes_prepared:
+            self.prepare()
 
 
 def _positive(name: str, scale: torch.Tensor) -> torch.Tensor:

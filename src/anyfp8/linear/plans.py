@@ -1,0 +1,112 @@
+"""layer → plan: the facts that a plan depends on, as one string, and the plans made so far.
+
+The module, the op that `torch.compile` sees and `explain` all come here, so they hold equal
+choices.
+
+The surprise: the string is no id. A second process that loads a compiled graph from Inductor's
+cache makes the same plan from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+
+import torch
+
+from anyfp8.device import Device, device_of
+from anyfp8.errors import InputError
+from anyfp8.problem import DTYPE_NAMES, DTYPES, Problem, Scheme
+from anyfp8.select import M_GRID, Plan, Request, plan
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Everything that a layer's plan depends on besides device, environment and tables.
+
+    Attributes:
+        problem: of the layer, with m = 1.
+        request: what it asks of the selection.
+    """
+
+    problem: Problem
+    request: Request
+
+    @property
+    def key(self) -> str:
+        """Canonical string; `parse` reads it back."""
+        default = asdict(Request())
+        asked = {k: v for k, v in asdict(self.request).items() if v != default[k]}
+        return f"{self.problem.key}|{json.dumps(asked, sort_keys=True)}"
+
+    @classmethod
+    def parse(cls, key: str) -> LayerFacts:
+        """The facts of a canonical string. Raises InputError for any other text."""
+        problem, _, asked = key.rpartition("|")
+        try:
+            options = json.loads(asked)
+            unknown = set(options) - {f.name for f in fields(Request)}
+        except (ValueError, TypeError) as error:
+            raise InputError("not the key of a layer", got=repr(key)) from error
+        if unknown:
+            raise InputError("not the key of a layer", got=", ".join(sorted(unknown)))
+        return cls(Problem.from_key(problem), Request(**options))
+
+
+def facts_of(
+    scheme: Scheme, n: int, k: int, x_dtype: torch.dtype, bias: bool, request: Request
+) -> LayerFacts:
+    """The facts of a layer [N, K]. Raises InputError for no dtype of activations."""
+    name = DTYPE_NAMES.get(x_dtype)
+    if name is None:
+        raise InputError(
+            "not a dtype of activations", got=str(x_dtype), want=", ".join(DTYPE_NAMES.values())
+        )
+    return LayerFacts(Problem("linear", scheme, 1, n, k, name, name, bias), request)
+
+
+@lru_cache(maxsize=4096)
+def plan_of(layer: str, device: torch.device) -> Plan:
+    """The plan of a layer, by its key, on a torch device: made once, until `replan`.
+
+    Raises:
+        What `select.plan` raises.
+    """
+    facts = LayerFacts.parse(layer)
+    p = facts.problem
+    x_dtype = DTYPES[p.x_dtype]
+    return plan_for(p.scheme, p.n, p.k, device_of(device), x_dtype, p.bias, facts.request)
+
+
+def replan() -> None:
+    """Make every layer's plan again at its next call: after the tables or the environment changed.
+
+    A layer whose new plan wants its weight in another layout prepares it again.
+    """
+    plan_of.cache_clear()
+
+
+def plan_for(
+    scheme: Scheme,
+    n: int,
+    k: int,
+    device: Device,
+    x_dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    request: Request | None = None,
+    ms: Iterable[int] = M_GRID,
+) -> Plan:
+    """The plan of a layer [N, K]: what `Fp8Linear` follows and `anyfp8 explain` shows.
+
+    Args:
+        device: the layer's, or any other that is asked about.
+        x_dtype: of the activations and of the result.
+        ms: for which numbers of rows to decide at once; others are decided when asked.
+
+    Raises:
+        InputError: not a dtype of activations. And what `select.plan` raises.
+    """
+    p = facts_of(scheme, n, k, x_dtype, bias, request or Request()).problem
+    return plan(scheme, n, k, device, p.x_dtype, p.out_dtype, bias, request, ms)
