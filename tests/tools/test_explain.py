@@ -10,8 +10,7 @@ import torch
 
 from anyfp8.device import CATALOGUE, find_device
 from anyfp8.errors import CheckpointError, DeviceError, InputError
-from anyfp8.linear import Fp8Linear
-from anyfp8.linear import layer as layer_module
+from anyfp8.linear import Fp8Linear, plans
 from anyfp8.problem import Scheme
 from anyfp8.select import M_GRID
 from anyfp8.tools import explain_text, measured, shapes
@@ -53,9 +52,13 @@ def config_only(tmp_path):
 
 
 def held_by_the_layer(monkeypatch, device, scheme, n, k, dtype, bias):
-    monkeypatch.setattr(layer_module, "device_of", lambda _: device)
+    monkeypatch.setattr(plans, "device_of", lambda _: device)
     made = Fp8Linear(k, n, scheme, bias=bias, dtype=dtype, device="meta")
-    return made.plan()
+    # layers share plans by the torch device, which is always meta here
+    plans.replan()
+    plan = made.plan()
+    plans.replan()
+    return plan
 
 
 def compare(monkeypatch, gpu, name, ms):
