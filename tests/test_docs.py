@@ -119,7 +119,11 @@ def test_captured_output_is_what_the_command_prints(call, page):
 
 def wording(text: str) -> list[str]:
     """Lines without figures, tiles, and what depends on the packages installed."""
-    text = re.sub(r"(?m)^.*(needs the package|estimates of|num_warps=|no tuned table|shipped table).*\n", "", text)
+    text = re.sub(
+        r"(?m)^.*(needs the package|estimates of|num_warps=|no tuned table|shipped table).*\n",
+        "",
+        text,
+    )
     text = re.sub(r"(?m)^  M=.*\n", "", text)
     text = re.sub(r"\d[\w.+]*", "#", re.sub(r"-{3,}", "", text))
     return [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
