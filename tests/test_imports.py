@@ -18,7 +18,7 @@ import anyfp8
 ROOT = Path(anyfp8.__file__).parent
 
 # layers, lowest first: a module may import its own layer and what its row names
-FACTS = ("errors", "env", "catalogue", "device", "fp8", "problem", "reference")
+FACTS = ("errors", "env", "catalogue", "device", "fp8", "launcher", "problem", "reference")
 MAY_IMPORT = {
     "facts": (),
     "checkpoint": ("facts",),

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from anyfp8.device import Device, device_of
+from anyfp8.launcher import Launcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class Launch:
         grid: programs along each axis.
         values: run-time arguments in the kernel's order: tensors and integers.
         constants: compile-time arguments by name.
+        pdl: programmatic dependent launch: start while the previous kernel of the stream drains.
     """
 
     kernel: Any
@@ -34,6 +37,7 @@ class Launch:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    pdl: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -74,13 +78,12 @@ def start(launch: Launch) -> None:
     if forced is not None:
         forced[1](launch)
         return
-    with on_device_of(launch.values[0]):
-        launch.kernel[launch.grid](
-            *launch.values,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            **launch.constants,
-        )
+    _launcher()(launch)
+
+
+@cache
+def _launcher() -> Launcher:
+    return Launcher()
 
 
 def on_device_of(tensor: torch.Tensor) -> Any:

@@ -194,6 +194,23 @@ def triton_missing() -> str | None:
     return None if find_spec("triton") else "needs Triton, which is not installed"
 
 
+def past_of(codes: torch.Tensor, block_m: int) -> str:
+    """What lanes past the last row do; see `kernels.operand.load_rows`.
+
+    Rows that the quantizer padded to whole tiles may be read, whatever they hold.
+    """
+    m, k = codes.shape
+    extra = -m % block_m
+    if extra == 0:
+        return "read"
+    if codes.stride(0) > 0:
+        end = codes.storage_offset() + (m + extra - 1) * codes.stride(0) + k
+        if end * codes.element_size() <= codes.untyped_storage().nbytes():
+            return "read"
+    # one short tile: most of its lanes are past the end
+    return "skip" if m < block_m else "clamp"
+
+
 def operand_of(device: Device) -> str:
     """How this device's dot takes FP8 codes; see `kernels.operand`."""
     names = {"e4m3fn": "fp8e4nv", "e4m3fnuz": "fp8e4b8", None: "arithmetic"}

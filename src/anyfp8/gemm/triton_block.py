@@ -21,6 +21,7 @@ from anyfp8.gemm.tiles import (
     TileConfig,
     aligned,
     operand_of,
+    past_of,
     same_device,
 )
 from anyfp8.gemm.triton_row import POINTER_TYPES
@@ -98,6 +99,7 @@ class TritonBlock(TileBackend):
             "HAS_BIAS": problem.bias,
             "OPERAND": operand_of(device),
             "EVEN_K": problem.k % config.block_k == 0,
+            "PAST": "skip" if problem.m < config.block_m else "clamp",
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -149,6 +151,7 @@ class TritonBlock(TileBackend):
             *self.strides(problem, sx),
         )
         constants = self.constants(problem, config, facts_of(codes))
+        constants["PAST"] = past_of(codes, config.block_m)
         start(Launch(block_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 

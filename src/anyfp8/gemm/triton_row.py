@@ -19,6 +19,7 @@ from anyfp8.gemm.tiles import (
     TileConfig,
     aligned,
     operand_of,
+    past_of,
     same_device,
 )
 from anyfp8.problem import DTYPES, Problem, QTensor
@@ -69,6 +70,7 @@ class TritonRow(TileBackend):
             "OPERAND": operand_of(device),
             "PROMOTE": problem.accumulate == "fp32_128",
             "EVEN_K": problem.k % config.block_k == 0,
+            "PAST": "skip" if problem.m < config.block_m else "clamp",
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -112,6 +114,7 @@ class TritonRow(TileBackend):
             y.stride(0),
         )
         constants = self.constants(problem, config, facts_of(codes))
+        constants["PAST"] = past_of(codes, config.block_m)
         start(Launch(row_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, operand, tile_of
+from anyfp8.kernels.operand import code_pointer, load_rows, operand, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -26,6 +26,7 @@ def row_plain(
     OPERAND: tl.constexpr,
     PROMOTE: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -35,19 +36,18 @@ def row_plain(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge read row 0 and are not stored; int64: M · K can pass 2^31
-    x_rows = tl.where(rows < M, rows, 0).to(tl.int64)
+    # lanes past the edge are not stored; int64: M · K can pass 2^31
+    x_rows = rows.to(tl.int64) if PAST == "read" else tl.where(rows < M, rows, 0).to(tl.int64)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
     x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
     w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
+        a = load_rows(x, rows, ks, M, K - k, EVEN_K, PAST)
         if EVEN_K:
-            a = tl.load(x)
             b = tl.load(w)
         else:
-            a = tl.load(x, mask=ks[None, :] < K - k, other=0.0)
             b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
         if PROMOTE:
             # the one form that leaves the short accumulator after each tile on every architecture

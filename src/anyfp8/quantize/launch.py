@@ -3,7 +3,7 @@
 A kernel is launched on its tensors' GPU. CPU tensors go to the reference (`target_of` answers
 None), except in Triton's interpreter, where the kernels themselves run on them. A test can put
 another `Target` in force: `testing.on_architecture` runs the same launches as sm_80 code on a newer
-GPU. Triton takes tens of microseconds to find again what it compiled; `Launcher` remembers.
+GPU. `launcher` remembers what Triton compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from anyfp8 import fp8
 from anyfp8.errors import MissingPackage
+from anyfp8.launcher import Launcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,61 +51,6 @@ class Launch:
     def options(self) -> dict[str, Any]:
         """Compile options. Contraction to FMA would change bits, so it is off."""
         return {"num_warps": self.num_warps, "num_stages": 1, "enable_fp_fusion": False}
-
-
-class Launcher:
-    """Starts launches on their tensors' GPU, and remembers what Triton compiled for each form.
-
-    Triton compiles a form for dtypes, 16-byte alignment of pointers, integers that are 1, multiples
-    of 16 or wider than 32 bits, and constants. What comes again in the same form goes straight to
-    the compiled kernel.
-    """
-
-    def __init__(self) -> None:
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-    def __call__(self, launch: Launch) -> None:
-        device = launch.device
-        if device.type != "cuda":
-            launch.kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
-        elif device.index == torch.cuda.current_device():
-            self._start(launch, device.index)
-        else:
-            with torch.cuda.device(device):
-                self._start(launch, device.index)
-
-    def _start(self, launch: Launch, device_index: int | None) -> None:
-        key = (
-            launch.kernel,
-            device_index,
-            launch.num_warps,
-            launch.pdl,
-            *launch.constants.values(),
-            *map(_form_of, launch.arguments.values()),
-        )
-        known = self._compiled.get(key)
-        if known is not None:
-            compiled, constants = known
-            compiled[(*launch.grid, 1, 1)[:3]](*launch.arguments.values(), *constants)
-            return
-        options = launch.options
-        if launch.pdl:
-            options["launch_pdl"] = True
-        compiled = launch.kernel[launch.grid](**launch.arguments, **launch.constants, **options)
-        names = launch.kernel.arg_names
-        # a compiled kernel takes its arguments by position
-        if names[: len(launch.arguments)] == list(launch.arguments):
-            constants = tuple(launch.constants[name] for name in names[len(launch.arguments) :])
-            self._compiled[key] = compiled, constants
-
-
-def _form_of(argument: Any) -> Any:
-    """What of a run-time argument Triton may compile for; finer than it needs to be."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(1 << 31) <= argument < 1 << 31
-    return type(argument)
 
 
 @dataclass(frozen=True)
