@@ -152,3 +152,42 @@ def test_a_graph_replays_a_norm_and_its_residual():
     graph.replay()
     assert torch.equal(residual, expected)
     testing.assert_matches(q, want)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "expected"),
+    [
+        (quantize.per_token, reference.quantize_per_token),
+        (lambda x: quantize.per_group(x, 64), lambda x: reference.quantize_per_group(x, 64)),
+        (quantize.per_tensor, reference.quantize_per_tensor),
+    ],
+    ids=["token", "group", "tensor"],
+)
+def test_a_call_in_a_known_form_quantizes_its_own_values(quantizer, expected):
+    wide = testing.random_rows(5, 1100).cuda()
+    forms = {
+        "aligned": lambda seed: testing.random_rows(5, 512, seed=seed).cuda(),
+        "fp16": lambda seed: testing.random_rows(5, 512, torch.float16, seed).cuda(),
+        "unaligned": lambda seed: (wide * (seed + 1))[:, 1:513],
+        "transposed": lambda seed: testing.random_rows(512, 5, seed=seed).cuda().t(),
+        "three levels": lambda seed: (
+            testing.random_rows(48, 512, seed=seed).cuda().view(4, 3, 4, 512)[::2, :, ::2]
+        ),
+    }
+    kept = []
+    for make in forms.values():
+        for seed in range(3):
+            x = make(seed)
+            kept.append((quantizer(x), expected(x.cpu())))
+    # compared at the end: no call may have written into what an earlier one returned
+    for got, want in kept:
+        testing.assert_matches(got, want)
+
+
+def test_a_known_form_on_another_gpu_runs_there():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = testing.random_rows(16, 4096)
+    want = reference.quantize_per_token(x)
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        testing.assert_matches(quantize.per_token(x.to(device)), want)

@@ -12,7 +12,7 @@ class Compiled:
         self.calls = []
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append((grid, arguments))
+        return lambda *arguments, **options: self.calls.append((grid, arguments))
 
 
 class Kernel:

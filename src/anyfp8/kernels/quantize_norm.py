@@ -9,7 +9,14 @@ differ from another implementation's.
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import encode, finite_abs, inverse_of, scale_of, ue8m0_of
+from anyfp8.kernels.encode import (
+    encode,
+    finite_amax,
+    row_maxima,
+    scales_of,
+    to_fp32,
+    ue8m0_of,
+)
 
 
 # no version for each M, nor for each stride that M decides: graphs are captured at many M
@@ -40,6 +47,9 @@ def quantize_norm_kernel(
     FP8_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     ENCODE: tl.constexpr,
+    PTX: tl.constexpr,
+    PACKED_MAX: tl.constexpr,
+    THREADS: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -49,7 +59,9 @@ def quantize_norm_kernel(
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`columns` is K as fp32. residual_ptr and y_ptr are None where RESIDUAL, STORE_Y say no."""
+    """`columns` is K as fp32; THREADS share a group. residual_ptr and y_ptr are None where
+    RESIDUAL, STORE_Y say no.
+    """
     # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
     outer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
@@ -76,9 +88,9 @@ def quantize_norm_kernel(
     if STORE_Y:
         tl.store(y_ptr + outer * y_outer + row * y_inner + cols, y, mask=mask)
 
-    y = y.to(tl.float32)
-    scale = scale_of(tl.max(finite_abs(y), axis=1), floor, FP8_MAX, UE8M0)  # [GROUPS]
-    q = encode(y * inverse_of(scale)[:, None], FP8_DTYPE, FP8_MAX, ENCODE)
+    amax = finite_amax(row_maxima(y, PACKED_MAX, THREADS), y.dtype, PACKED_MAX)
+    scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)  # [GROUPS]
+    q = encode(to_fp32(y, PACKED_MAX) * inverse[:, None], FP8_DTYPE, FP8_MAX, ENCODE)
     tl.store(q_ptr + outer * q_outer + row * q_inner + cols, q, mask=mask)
     s_at = s_ptr + outer * s_outer + row * s_inner
     if PACKED:

@@ -13,6 +13,7 @@ its batch.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from anyfp8.errors import InputError
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, target_of
 from anyfp8.quantize.per_group import LAYOUTS, as_bytes
+from anyfp8.quantize.plan import planned
 from anyfp8.quantize.rows import (
     Rows,
     check_floor,
@@ -29,6 +31,7 @@ from anyfp8.quantize.rows import (
     data_dtype,
     each_fold,
     next_power_of_2,
+    threads_of,
 )
 
 WHAT = "normalize and quantize"
@@ -66,9 +69,8 @@ def norm_per_token(
         InputError: dtype, K = 0 or above 32768, a weight, residual or `out` that does not fit, eps
             or norm_eps out of range.
     """
-    return _norm(
-        x, weight, None, "row", False, norm_eps, residual, fmt, eps, out, out_scale, out_norm, pdl
-    )
+    options = (None, "row", False, norm_eps, fmt, eps, pdl)
+    return _norm(x, weight, residual, out_norm, out, out_scale, options)
 
 
 def norm_per_group(
@@ -99,24 +101,43 @@ def norm_per_group(
     Raises:
         InputError: as `norm_per_token`; an unknown layout, a group that does not divide K.
     """
-    return _norm(
-        x, weight, group, layout, ue8m0, norm_eps, residual, fmt, eps, out, out_scale, out_norm, pdl
-    )
+    options = (group, layout, ue8m0, norm_eps, fmt, eps, pdl)
+    return _norm(x, weight, residual, out_norm, out, out_scale, options)
 
 
 def _norm(
     x: torch.Tensor,
     weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    out_norm: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    options: tuple[Any, ...],
+) -> QTensor:
+    inputs = (x, weight, *(t for t in (residual, out_norm) if t is not None))
+    form = (_norm, residual is None, out_norm is None, *options)
+    return planned(
+        form,
+        inputs,
+        out,
+        out_scale,
+        lambda: _full(x, weight, residual, out_norm, out, out_scale, *options),
+    )
+
+
+def _full(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    out_norm: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
     group: int | None,
     layout: str,
     ue8m0: bool,
     norm_eps: float,
-    residual: torch.Tensor | None,
     fmt: fp8.Format,
     eps: float,
-    out: torch.Tensor | None,
-    out_scale: torch.Tensor | None,
-    out_norm: torch.Tensor | None,
     pdl: bool,
 ) -> QTensor:
     x = check_input(WHAT, x)
@@ -180,6 +201,12 @@ def _launch(
     ]
 
     def start(rows: Rows, parts: list[torch.Tensor]) -> None:
+        names = ("x", "residual", "y", "q", "s")
+        strides = {
+            f"{name}_{level}": step
+            for name, steps in zip(names, rows.strides, strict=True)
+            for level, step in zip(("outer", "inner"), steps, strict=True)
+        }
         arguments = {
             "x_ptr": parts[0],
             "residual_ptr": None if residual is None else parts[1],
@@ -189,16 +216,17 @@ def _launch(
             "s_ptr": parts[4],
             "K": k,
             "N_GROUPS": n_groups,
+            **strides,
             "s_group": parts[4].stride(-2 if result.packed else -1),
             "columns": float(k),
             "norm_eps": float(norm_eps),
             "floor": float(eps),
         }
-        names = ("x", "residual", "y", "q", "s")
-        for name, (outer, inner) in zip(names, rows.strides, strict=True):
-            arguments |= {f"{name}_outer": outer, f"{name}_inner": inner}
+        warps = max(1, min(16, groups * block // 512))
         constants = dict(
             **target.numerics(result.fmt),
+            **target.maxima(x, block),
+            THREADS=threads_of(groups, block, warps),
             G=group,
             BLOCK_G=block,
             GROUPS=groups,
@@ -208,7 +236,6 @@ def _launch(
             PACKED=result.packed,
             PDL=use_pdl,
         )
-        warps = max(1, min(16, groups * block // 512))
         grid = (rows.inner, rows.outer)
         target.run(Launch(quantize_norm_kernel, grid, arguments, constants, warps, use_pdl))
 

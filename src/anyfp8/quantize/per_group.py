@@ -17,6 +17,7 @@ from anyfp8.errors import InputError
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, target_of
 from anyfp8.quantize.per_token import halved
+from anyfp8.quantize.plan import planned
 from anyfp8.quantize.rows import (
     MAX_OUTER,
     Rows,
@@ -112,6 +113,32 @@ def per_group(
         InputError: dtype, K = 0, an unknown layout, a group the layout does not allow, an `out` or
             `counts` that does not fit, eps out of range.
     """
+    options = (group, layout, ue8m0, fmt, eps, silu_mul, nan_to_zero, pdl, config)
+    inputs = (x,) if counts is None else (x, counts)
+    return planned(
+        (per_group, *options),
+        inputs,
+        out,
+        out_scale,
+        lambda: _full(x, counts, out, out_scale, *options),
+    )
+
+
+def _full(
+    x: torch.Tensor,
+    counts: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    group: int,
+    layout: str,
+    ue8m0: bool,
+    fmt: fp8.Format,
+    eps: float,
+    silu_mul: bool,
+    nan_to_zero: bool,
+    pdl: bool,
+    config: GroupConfig | None,
+) -> QTensor:
     x = check_input(WHAT, x)
     check_floor(WHAT, eps)
     k = halved(WHAT, x.shape[-1]) if silu_mul else x.shape[-1]

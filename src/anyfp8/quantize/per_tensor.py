@@ -17,6 +17,7 @@ from anyfp8 import fp8, reference
 from anyfp8.errors import InputError
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, target_of
+from anyfp8.quantize.plan import planned
 from anyfp8.quantize.rows import (
     Rows,
     check_floor,
@@ -83,6 +84,29 @@ def per_tensor(
     Raises:
         InputError: dtype, K = 0, a scale or `out` that does not fit, eps out of range.
     """
+    options = (fmt, eps, nan_to_zero, pdl)
+    # both are refused by the full path
+    given = out_scale if scale is None else scale
+    origin = (scale is None, out_scale is None)
+    return planned(
+        (per_tensor, *origin, *options),
+        (x,),
+        out,
+        given,
+        lambda: _full(x, scale, out, out_scale, *options),
+    )
+
+
+def _full(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    fmt: fp8.Format,
+    eps: float,
+    nan_to_zero: bool,
+    pdl: bool,
+) -> QTensor:
     x = check_input(WHAT, x)
     check_floor(WHAT, eps)
     if scale is not None:

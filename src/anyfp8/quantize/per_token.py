@@ -17,6 +17,7 @@ from anyfp8 import fp8, reference
 from anyfp8.errors import InputError
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, target_of
+from anyfp8.quantize.plan import planned
 from anyfp8.quantize.rows import (
     Rows,
     check_floor,
@@ -100,6 +101,24 @@ def per_token(
     Raises:
         InputError: dtype, K = 0, an `out` that does not fit, eps out of range.
     """
+    options = (fmt, eps, pad_rows_to, silu_mul, nan_to_zero, pdl, config)
+    return planned(
+        (per_token, *options), (x,), out, out_scale, lambda: _full(x, out, out_scale, *options)
+    )
+
+
+def _full(
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    fmt: fp8.Format,
+    eps: float,
+    pad_rows_to: int,
+    silu_mul: bool,
+    nan_to_zero: bool,
+    pdl: bool,
+    config: TokenConfig | None,
+) -> QTensor:
     x = check_input(WHAT, x)
     check_floor(WHAT, eps)
     k = halved(WHAT, x.shape[-1]) if silu_mul else x.shape[-1]

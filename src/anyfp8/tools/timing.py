@@ -16,6 +16,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def header() -> dict[str, Any]:
-    """What a result needs to be compared: GPU, driver, clocks, torch, Triton, Python, anyfp8."""
+    """What a result needs to be compared: GPU, driver, clocks, torch, Triton, Python, anyfp8, date."""
     import anyfp8
 
     try:
@@ -162,6 +163,7 @@ def header() -> dict[str, Any]:
     except ImportError:
         triton_version = ""
     facts: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "anyfp8": anyfp8.__version__,
         "torch": torch.__version__,
         "triton": triton_version,

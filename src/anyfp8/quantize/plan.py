@@ -1,0 +1,173 @@
+"""A call in a form that came before: allocate, put the pointers in, launch; decide nothing twice.
+
+Quantizers of activations go through `planned` on a CUDA or HIP GPU. A plan is what the full path
+did the first time: which compiled kernels it started, with which arguments, and what it returned.
+The surprise: a plan is found by form (shapes, strides, dtypes, devices, 16-byte alignment,
+options), which is also all that the checks of the full path look at: a repeat checks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyfp8.launcher import Launcher, Started, recording
+from anyfp8.problem import QTensor
+from anyfp8.quantize.launch import target_of
+
+MAX_PLANS = 4096
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch: `runner(*template)` with pointers at the positions of `slots`."""
+
+    runner: Callable[..., None]
+    template: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do for a call.
+
+    Attributes:
+        device: index of the GPU.
+        steps: launches, whose slots name tensors: first those given, then those of `make`.
+        make: allocate what was not given: data and scale first (where they were not), then scratch.
+        scale_shape: of the result's scale.
+        rest: block, fmt and packed of the result.
+    """
+
+    device: int
+    steps: tuple[Step, ...]
+    make: tuple[Callable[[], torch.Tensor], ...]
+    scale_shape: torch.Size
+    rest: tuple[Any, ...]
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], data: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> QTensor:
+        made = [make() for make in self.make]
+        q: torch.Tensor = made.pop(0) if data is None else data
+        s: torch.Tensor = made.pop(0) if scale is None else scale
+        pointers = [t.data_ptr() for t in (*inputs, q, s, *made)]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for step in self.steps:
+            arguments = list(step.template)
+            for position, tensor in step.slots:
+                arguments[position] = pointers[tensor]
+            step.runner(*arguments, stream=stream)
+        if s.shape != self.scale_shape:
+            s = s.reshape(self.scale_shape)
+        return QTensor(q, s, *self.rest)
+
+
+def planned(
+    options: tuple[Hashable, ...],
+    inputs: tuple[torch.Tensor, ...],
+    data: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    full: Callable[[], QTensor],
+) -> QTensor:
+    """`full()`, or the launches that it made for a call in this form.
+
+    Args:
+        options: everything else that `full` depends on, the function first.
+        inputs: every tensor that `full` reads, x first.
+        data, scale: outputs where they were given; a static scale stands for an output.
+        full: checks, allocates and launches.
+    """
+    device = inputs[0].get_device()
+    if device < 0:
+        return full()
+    target = target_of(inputs[0].device)
+    if target is None or type(target.run) is not Launcher:
+        return full()
+    given = inputs if data is None and scale is None else (*inputs, data, scale)
+    key = (*options, *map(_form_of, given))
+    plan = _plans.get(key)
+    if plan is None:
+        with recording() as launches:
+            result = full()
+        plan = _plan_of(launches, inputs, data, scale, result)
+        if plan is not None:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+        return result
+    if device == torch._C._cuda_getDevice():
+        return plan.run(inputs, data, scale)
+    with torch.cuda.device(device):
+        return plan.run(inputs, data, scale)
+
+
+def _form_of(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.get_device(),
+        tensor.data_ptr() % 16 == 0,
+    )
+
+
+def _plan_of(
+    launches: Sequence[Started],
+    inputs: Sequence[torch.Tensor],
+    data: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    result: QTensor,
+) -> Plan | None:
+    """None where a launch took part of a tensor or a copy, or tensors share memory."""
+    tensors = [*inputs, result.data, result.scale]
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    numbers = {t.data_ptr(): number for number, t in enumerate(tensors)}
+    make = [_maker(t) for t, there in ((result.data, data), (result.scale, scale)) if there is None]
+    if len(numbers) < len(tensors) or len(own) < len(tensors):
+        return None
+    steps, used = [], set()
+    for runner, arguments in launches:
+        if runner is None:
+            return None
+        template, slots = list(arguments), []
+        for position, argument in enumerate(arguments):
+            if not isinstance(argument, torch.Tensor):
+                continue
+            at = argument.data_ptr()
+            if at not in numbers:
+                if argument.untyped_storage().data_ptr() in own:
+                    return None
+                numbers[at] = len(numbers)
+                make.append(_maker(argument))
+            slots.append((position, numbers[at]))
+            used.add(numbers[at])
+            template[position] = 0
+        steps.append(Step(runner, tuple(template), tuple(slots)))
+    if not used.issuperset(range(len(tensors))):
+        return None
+    device = inputs[0].get_device()
+    return Plan(
+        device,
+        tuple(steps),
+        tuple(make),
+        result.scale.shape,
+        (result.block, result.fmt, result.packed),
+    )
+
+
+def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Allocates a tensor of the same shape and strides, padding behind it included."""
+    size, strides = like.shape, like.stride()
+    dtype, device = like.dtype, like.device
+    elements = like.untyped_storage().nbytes() // like.element_size()
+    if like.is_contiguous() and elements == like.numel():
+        return lambda: torch.empty(size, dtype=dtype, device=device)
+    return lambda: torch.empty(elements, dtype=dtype, device=device).as_strided(size, strides)
