@@ -153,7 +153,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def header() -> dict[str, Any]:
-    """What a result needs to be compared: GPU, driver, clocks, torch, Triton, Python, anyfp8, date."""
+    """What a result needs to be compared: date, GPU, driver, clocks, and versions of software."""
     import anyfp8
 
     try:
