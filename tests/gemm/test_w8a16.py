@@ -180,8 +180,8 @@ def test_four_codes_are_decoded_by_two_byte_permutations_on_an_a100():
     ptx = built.asm["ptx"]
     # 32 rows by 64 columns a warp, 64 codes a lane
     assert len(re.findall(r"\bprmt\.b32\b", ptx)) >= 32
-    # a multiple where Triton peels or unrolls the loop
-    assert len(re.findall(r"\bfma\.rn\.bf16x2\b", ptx)) % 32 == 0
+    # more where Triton decodes the first step before the loop
+    assert len(re.findall(r"\bfma\.rn\.bf16x2\b", ptx)) >= 32
     assert "ldmatrix" in ptx
 
 
