@@ -154,36 +154,68 @@ class TritonW8A16(Backend):
     def default_config(self, problem: Problem, device: Device) -> W8A16Config:
         """CUDA cores to 4 tokens, warps splitting K to 64, a plain tile to 128, then the library.
 
-        K is split over blocks only where N alone leaves most SMs idle: on the H200 any split costs
-        more than it gains from N = 3,000 up.
+        The thresholds are the H200's (tests/data/gemm/); N counts by tiles an SM. K is split over
+        blocks only where N leaves most SMs idle.
         """
-        m, n, k = max(problem.m, 1), problem.n, problem.k
-        if m > 128:
-            return W8A16Config("chunked")
-        if m <= 4:
-            config = self._gemv(m, n)
-        elif m <= 64:
-            block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-            block_n = 64 if n > 8192 and block_m < 64 else 32
-            config = W8A16Config("fused", block_m, block_n, 64, 1, 4, 4, 4)
-        else:
-            config = W8A16Config("fused", 128, 128, 64, 1, 1, 8, 4)
-        low = self.lowered(config, problem, device)
+        n, k, sms = problem.n, problem.k, device.sms or 64
+        low = self.lowered(self._tile(max(problem.m, 1), n / sms, device), problem, device)
         assert low is not None, f"no legal default of {self.name} for {problem.key}"
-        tiles, sms = -(-n // low.block_n), device.sms or 64
-        split = low.split_k
+        if low.how == "chunked":
+            return low
+        tiles, split = -(-n // low.block_n), low.split_k
         while 2 * tiles * split < sms and split < 8 and k // (split * 2) >= 1024:
             split *= 2
         return replace(low, split_k=split)
 
-    def _gemv(self, m: int, n: int) -> W8A16Config:
-        rows = 1 if m == 1 else 2 if m == 2 else 4
-        # sums of all rows stay in registers
-        if rows > 1:
-            return W8A16Config("gemv", rows, 8, 512, 1, 1, 4, 4)
-        if n <= 4096:
-            return W8A16Config("gemv", 1, 8, 512, 1, 1, 2, 4)
-        return W8A16Config("gemv", 1, 8, 1024, 1, 1, 4, 4)
+    def _tile(self, m: int, per_sm: float, device: Device) -> W8A16Config:
+        """By tokens and columns of N an SM. µs: H200, with sm_80 code after a slash.
+
+        At 6144 x 4096 Marlin takes 12.5 at M = 4 and 8, 15.4 at 32 and 22.5 at 64: faster than any
+        of ours that was timed.
+        """
+        # matrix instructions of four warps
+        groups = bool({"wgmma", "tcgen05"} & device.arch.features)
+        # tiles of 32 columns, one an SM
+        one_wave = per_sm <= 32
+        if m <= 2:
+            # 8.6/9.4 at 6144 x 4096, M = 1, where 1,024 columns by four warps take 10.7/11.0
+            return W8A16Config("gemv", m, 8, 512, 1, 1, 2, 4)
+        if m <= 4 and one_wave:
+            # 24.5/29.4 at 4096 x 12288; matrix units 27.6/27.7
+            return W8A16Config("gemv", 4, 8, 256, 1, 1, 2, 6)
+        if m <= 4:
+            # 47.7/45.7 at 24576 x 4096; CUDA cores 53.9/60.8
+            return W8A16Config("fused", 16, 64, 64, 1, 4, 4, 4)
+        if m <= 16 and per_sm <= 48:
+            # three tiles an SM at once: 12.0/12.0 at 6144 x 4096, M = 16; 32 columns 13.6/13.5
+            return W8A16Config("fused", 16, 16, 128, 1, 4, 4, 4)
+        if m <= 16 and groups:
+            # 33.9 at 24576 x 4096, M = 16, as good as any
+            return W8A16Config("fused", 16, 32, 128, 1, 4, 4, 3)
+        if m <= 16:
+            # 30.3 there; slices 33.8
+            return W8A16Config("fused", 16, 64, 256, 1, 1, 4, 4)
+        if m <= 32:
+            # 29.2/28.5 at 4096 x 12288, three stages 31.9/32.1; at 24576 x 4096 55.1 and 46.2
+            return W8A16Config("fused", 32, 32, 64, 1, 4, 4, 5 if one_wave else 3)
+        if m <= 64 and one_wave:
+            # 41.3/41.2 at 4096 x 12288; a plain tile 66.9
+            return W8A16Config("fused", 64, 32, 64, 1, 4, 4, 4)
+        if m <= 64:
+            # 57.9/59.7 at 24576 x 4096; slices 99.2/99.0
+            return W8A16Config("fused", 64, 64, 64, 1, 1, 4, 4)
+        if m <= 128 and groups:
+            # 49.3 at 4096 x 12288 with K in four parts, 81.5 by the library; 29.9 at 6144 x 4096
+            # with 64 columns, 34.1 with 128 and K in two parts
+            wide = W8A16Config("fused", 128, 128, 64, 1, 1, 8, 4)
+            return wide if one_wave else W8A16Config("fused", 128, 64, 64, 1, 1, 4, 4)
+        if m <= 128 and per_sm > 128:
+            # 104 at 24576 x 4096; the library 141, and 35 at 6144 x 4096 where this takes 44
+            return W8A16Config("fused", 64, 128, 64, 1, 1, 4, 4)
+        if m <= 256 and groups and per_sm > 128:
+            # 119 at 24576 x 4096; the library 157
+            return W8A16Config("fused", 128, 128, 64, 1, 1, 8, 3)
+        return W8A16Config("chunked")
 
     def configs(self, problem: Problem, device: Device) -> Iterator[W8A16Config]:
         """Every legal configuration that does not waste most of its tile."""
@@ -202,7 +234,9 @@ class TritonW8A16(Backend):
             if block_m > 16 and block_m >= 2 * problem.m:
                 continue
             if problem.m <= 64:
-                sliced = product((16, 32, 64), (32, 64, 128), (1, 2, 4), (2, 4, 8), (2, 3, 4, 6, 9))
+                sliced = product(
+                    (16, 32, 64), (32, 64, 128), (1, 2, 4), (2, 4, 8), (2, 3, 4, 5, 6, 9)
+                )
                 candidates += [
                     W8A16Config("fused", block_m, bn, bk, split, slices, slices, stages)
                     for bn, bk, split, slices, stages in sliced
@@ -215,7 +249,7 @@ class TritonW8A16(Backend):
             ]
         for config in candidates:
             step = config.slices * config.block_k
-            if config.split_k > 1 and (problem.m > 64 or config.split_k * step * 2 > problem.k):
+            if config.split_k > 1 and (problem.m > 128 or config.split_k * step * 2 > problem.k):
                 continue
             if self.illegal(config, problem, device) is None:
                 yield config
