@@ -1,4 +1,4 @@
-"""What `triton_w8a16` takes unmeasured, replayed against what an H200 timed, also as an A100's code."""
+"""The unmeasured choice of `triton_w8a16` against what an H200 timed, also as an A100's code."""
 
 import json
 import lzma
