@@ -135,10 +135,17 @@ def _linear(
     out_dtype: torch.dtype,
     row_by_row: bool = False,
 ) -> torch.Tensor:
-    """x [M, K] · w [N, K]ᵀ + bias, rounded once to out_dtype where torch's product allows it."""
+    """x [M, K] · w [N, K]ᵀ + bias, rounded once to out_dtype where torch's product allows it.
+
+    cuBLAS splits K where N is a chunk's and adds the parts up in the output's type: in 16 bits they
+    would err about three times as much as one rounding, so the output is fp32 first.
+    """
     if row_by_row:
         rows = [_linear(row, w, bias, out_dtype) for row in x.split(1)]
         return torch.cat(rows) if rows else x.new_empty((0, w.shape[0]), dtype=out_dtype)
+    if x.is_cuda and x.dtype == w.dtype != torch.float32 and x.shape[0]:
+        y = torch.mm(x, w.t(), out_dtype=torch.float32)
+        return (y if bias is None else y + bias.float()).to(out_dtype)
     if out_dtype == torch.float32 or x.dtype != w.dtype:
         x, w = x.float(), w.float()
     if bias is not None and bias.dtype != x.dtype:
