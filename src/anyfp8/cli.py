@@ -414,7 +414,8 @@ def main() -> None:
     try:
         level = env.text("ANYFP8_LOG") or "warning"
         logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
-        app()
+        # by name: `python -m anyfp8` and test runners would be named otherwise
+        app(prog_name="anyfp8")
     except AnyFp8Error as error:
         _explain(error)
         usage = isinstance(error, (InputError, EnvError)) and not isinstance(error, MissingPackage)

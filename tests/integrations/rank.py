@@ -29,4 +29,6 @@ if __name__ == "__main__":
     }
     tokens = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
     torch.save({"logits": logits, "shapes": shapes, "tokens": tokens}, out)
+    # nobody may leave while another still talks: gloo aborts the one that is left
+    dist.barrier()
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from anyfp8.errors import InputError
 from anyfp8.gemm.base import PreparedWeight
 from anyfp8.linear.dispatch import linear
 from anyfp8.linear.op import traced_linear
-from anyfp8.linear.plans import facts_of, plan_of
+from anyfp8.linear.plans import PREPARED, facts_of, plan_of
 from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
 from anyfp8.select import Plan, Request
 
@@ -69,6 +69,7 @@ class Fp8Linear(torch.nn.Module):
         self._prepared: PreparedWeight | None = None
         self._stored: list[torch.Tensor] = []
         self._keys: dict[torch.dtype, str] = {}
+        self._asked = self.request
         shape = scheme.weight_scale_shape(out_features, in_features)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8, device=device)
         self._set("weight", codes.view(torch.float8_e4m3fn))
@@ -193,14 +194,27 @@ class Fp8Linear(torch.nn.Module):
         key = self._keys.get(x_dtype)
         if key is None:
             n, k, bias = self.out_features, self.in_features, self._parameters["bias"] is not None
-            key = facts_of(self.scheme, n, k, x_dtype, bias, self.request).key
+            key = facts_of(self.scheme, n, k, x_dtype, bias, self._asked).key
             self._keys[x_dtype] = key
         return key
 
+    def ask(self) -> None:
+        """Read the environment: at preparation, and again when `replan` says so."""
+        self._asked = self.request.with_environment()
+        self._keys.clear()
+        for x_dtype in DTYPE_NAMES:
+            # now, because a traced call must not come here for the first time
+            self._key(x_dtype)
+
     def prepare(self) -> None:
-        """Decide the backends and store the weight as they want it. Safe to call again."""
+        """Decide the backends and store the weight as they want it. Safe to call again.
+
+        The environment is read here.
+        """
         if self._prepared is not None:
             return
+        self.ask()
+        PREPARED.add(self)
         if self.device.type == "meta":
             raise InputError("this layer has no weight yet", got="device meta", hint="load() one")
         weight, scale = self._parameters["weight"], self._parameters["weight_scale"]

@@ -10,9 +10,11 @@ cache makes the same plan from it.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -80,12 +82,26 @@ def plan_of(layer: str, device: torch.device) -> Plan:
     return plan_for(p.scheme, p.n, p.k, device_of(device), x_dtype, p.bias, facts.request)
 
 
+class Prepared(Protocol):
+    """A layer that holds a plan."""
+
+    def ask(self) -> None:
+        """Read the environment again."""
+        ...
+
+
+# so that `replan` reaches them; none is kept alive by it
+PREPARED: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+
 def replan() -> None:
-    """Make every layer's plan again at its next call: after the tables or the environment changed.
+    """Make every layer's plan again: after the tables or the environment changed.
 
     A layer whose new plan wants its weight in another layout prepares it again.
     """
     plan_of.cache_clear()
+    for layer in list(PREPARED):
+        layer.ask()
 
 
 def plan_for(
