@@ -143,7 +143,9 @@ def _linear(
     if row_by_row:
         rows = [_linear(row, w, bias, out_dtype) for row in x.split(1)]
         return torch.cat(rows) if rows else x.new_empty((0, w.shape[0]), dtype=out_dtype)
-    if x.is_cuda and x.dtype == w.dtype != torch.float32 and x.shape[0]:
+    # ROCm's torch also says cuda, and has no such product
+    cublas = x.is_cuda and torch.version.cuda is not None
+    if cublas and x.dtype == w.dtype != torch.float32 and x.shape[0]:
         y = torch.mm(x, w.t(), out_dtype=torch.float32)
         return (y if bias is None else y + bias.float()).to(out_dtype)
     if out_dtype == torch.float32 or x.dtype != w.dtype:
