@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from anyfp8.device import find_device
 from anyfp8.errors import DeviceError
+from anyfp8.gemm.compile import gpu_target
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, use_target
 
@@ -107,16 +109,8 @@ def compile_launch(launch: Launch, architecture: str) -> Any:
 
     signature, constants, attributes = _specialize(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=_gpu_target(architecture), options=launch.options)
-
-
-def _gpu_target(architecture: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    if architecture.startswith("sm_"):
-        return GPUTarget("cuda", int(architecture[3:]), 32)
-    # CDNA (gfx9) has 64-wide wavefronts, RDNA (gfx10 up) 32
-    return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
+    target = gpu_target(find_device(architecture).arch)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def _specialize(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
@@ -228,7 +222,7 @@ def on_architecture(architecture: str) -> Iterator[list[Launch]]:
         launches.append(launch)
         run_launch(launch, architecture)
 
-    with use_target(Target(_capability(architecture), run=run)):
+    with use_target(Target(find_device(architecture).capability, run=run)):
         yield launches
 
 
@@ -236,15 +230,8 @@ def on_architecture(architecture: str) -> Iterator[list[Launch]]:
 def recorded_launches(architecture: str) -> Iterator[list[Launch]]:
     """Collect the launches that the block would make on `architecture`; nothing runs."""
     launches: list[Launch] = []
-    with use_target(Target(_capability(architecture), run=launches.append)):
+    with use_target(Target(find_device(architecture).capability, run=launches.append)):
         yield launches
-
-
-def _capability(architecture: str) -> tuple[int, int] | None:
-    if not architecture.startswith("sm_"):
-        return None
-    digits = architecture[3:]
-    return int(digits[:-1]), int(digits[-1])
 
 
 def i32_products(ttir: str, arguments: Sequence[str] = ()) -> list[str]:

@@ -1,7 +1,7 @@
 """Kernel + signature + constants → compiled code for any GPU, without owning one.
 
-`explain --compile`, `tables check`, `warm` and the compile tests come here: shared memory to the
-byte and the PTX are Triton's own answer, not a model's.
+`explain --compile`, `tables check` and the compile tests come here: shared memory to the byte and
+the PTX are Triton's own answer, not a model's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ class Source:
         return getattr(importlib.import_module(module), name)
 
 
+def gpu_target(arch: Arch) -> Any:
+    """What Triton compiles for: its target of an architecture."""
+    from triton.backends.compiler import GPUTarget
+
+    if arch.capability is not None:
+        return GPUTarget("cuda", arch.capability[0] * 10 + arch.capability[1], 32)
+    # CDNA has 64-wide wavefronts, RDNA 32
+    return GPUTarget("hip", arch.name, 32 if "wmma" in arch.features else 64)
+
+
 def compile_for(source: Source, arch: Arch) -> Any:
     """Compile for an architecture: Triton's kernel, with `.asm` and `.metadata.shared` (bytes).
 
@@ -47,7 +57,6 @@ def compile_for(source: Source, arch: Arch) -> Any:
     """
     try:
         import triton
-        from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
     except ImportError as error:
         raise MissingPackage(
@@ -65,12 +74,8 @@ def compile_for(source: Source, arch: Arch) -> Any:
         for name in source.aligned
         if name in types
     }
-    if arch.capability is not None:
-        target = GPUTarget("cuda", arch.capability[0] * 10 + arch.capability[1], 32)
-    else:
-        target = GPUTarget("hip", arch.name, 32 if "wmma" in arch.features else 64)
     return triton.compile(
         ASTSource(kernel, signature, constants, attributes),
-        target=target,
+        target=gpu_target(arch),
         options={"num_warps": source.num_warps, "num_stages": source.num_stages},
     )

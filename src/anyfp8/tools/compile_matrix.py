@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from anyfp8 import fp8, quantize, testing
+from anyfp8.device import ARCHES
 from anyfp8.quantize.launch import Launch
 from anyfp8.tools import console
 
@@ -28,18 +29,6 @@ ARCHITECTURES = (
     *("gfx942", "gfx950", "gfx1201"),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# bytes a block can have (CUDA programming guide, technical specifications; AMD: LDS)
-SHARED_LIMIT = {
-    "sm_80": 166912,
-    "sm_86": 101376,
-    "sm_89": 101376,
-    "sm_90": 232448,
-    "sm_100": 232448,
-    "sm_120": 101376,
-    "gfx942": 65536,
-    "gfx950": 163840,
-    "gfx1201": 65536,
-}
 ROW_STRIDES = tuple(
     f"{name}_{level}" for name in ("x", "q", "s", "residual", "y") for level in ("outer", "inner")
 )
@@ -63,7 +52,7 @@ def kernels(architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch
     heads = torch.empty(64, 16, 576, dtype=dtype)[..., :512].transpose(0, 1)
     norm_weight = torch.empty(4096, dtype=dtype)
     one = torch.ones(())
-    pdl = architecture.startswith("sm_") and int(architecture[3:]) >= 90
+    pdl = "pdl" in ARCHES[architecture].features
     calls: dict[str, Callable[[], Any]] = {
         "token": lambda: quantize.per_token(x),
         "token ragged": lambda: quantize.per_token(ragged),
@@ -116,9 +105,9 @@ def check(launch: Launch, architecture: str) -> Report:
     pointers = re.findall(r"!tt\.ptr<(\w+)>", ttir)
     faults += [f"FP8 pointer argument {kind}" for kind in sorted(set(pointers)) if "f8" in kind]
     faults += [f"32-bit row · stride: {line}" for line in testing.i32_products(ttir, STRIDES)]
-    shared = compiled.metadata.shared
-    if shared > SHARED_LIMIT[architecture]:
-        faults.append(f"{shared} bytes of shared memory, limit {SHARED_LIMIT[architecture]}")
+    shared, limit = compiled.metadata.shared, ARCHES[architecture].shared_memory
+    if shared > limit:
+        faults.append(f"{shared} bytes of shared memory, limit {limit}")
     code = compiled.asm.get("ptx", "")
     if architecture == "sm_89" and "cvt.rz.f16.f32" in code:
         faults.append("truncates to fp16 before the FP8 conversion")
