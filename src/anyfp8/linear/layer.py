@@ -2,12 +2,11 @@
 
 Create it on meta, load a weight, prepare once, apply. `prepare` asks `select.plan` which backend
 serves each M on this device and stores the weight as that backend wants it; `state_dict` always
-gives
-the canonical form back: codes [N, K], fp32 scales, logical shapes.
+gives the canonical form back: codes [N, K], fp32 scales, logical shapes.
 
 The surprise: `.half()`, `.to(dtype)` and their kin change the bias and the dtype of coming
-    activations only. A plain module would cast the FP8 codes to 16 bits without their scale, which
-    is garbage.
+activations only. A plain module would cast the FP8 codes to 16 bits without their scale, which is
+garbage.
 """
 
 from __future__ import annotations
