@@ -29,7 +29,6 @@ from anyfp8.problem import Problem
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-ROLES = ("ours", "default", "peer")
 
 # a backend of ours must beat the default path by more than this to be taken
 MARGIN = 0.02
@@ -370,12 +369,6 @@ def write_table(path: Path, table: Table) -> None:
     scratch = path.with_suffix(".tmp")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Add one row at the end; the file must have its header."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
 
 
 def merged(old: Table, new: Iterable[Row]) -> Table:

@@ -7,14 +7,14 @@ table's own GPU, which needs Triton and no GPU.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyfp8 import env, gemm
-from anyfp8.device import CATALOGUE, Device, find_device
+from anyfp8.device import Device, find_device
 from anyfp8.errors import AnyFp8Error, InputError, TableError
-from anyfp8.gemm.compile import compile_for
+from anyfp8.gemm.compile import Source, compile_for
 from anyfp8.integrations import sglang_tables
 from anyfp8.problem import Problem, Scheme
 from anyfp8.select import M_GRID
@@ -125,14 +125,14 @@ def check(table: Table, compiles: bool = True) -> Iterator[Finding]:
                 "note", _where(key), f"{count} rows for {backend or role}: the last counts"
             )
     yield from _coverage(table)
-    compiled: dict[object, str | None] = {}
+    compiled: dict[Source, str | None] = {}
     for row in table.rows:
         if row.config is not None and row.role == "ours":
             yield from _check_row(row, device, compiles, compiled)
 
 
 def _check_row(
-    row: Row, device: Device, compiles: bool, compiled: dict[object, str | None]
+    row: Row, device: Device, compiles: bool, compiled: dict[Source, str | None]
 ) -> Iterator[Finding]:
     where = _where(row.key)
     if not known_backend(row.backend):
@@ -157,7 +157,7 @@ def _check_row(
         what = "dropped" if low is None else f"lowered to {low}"
         yield Finding("error", where, f"{what}: {config} {why}")
         return
-    source_of = getattr(backend, "source", None)
+    source_of: Callable[..., Source] | None = getattr(backend, "source", None)
     if not compiles or source_of is None:
         return
     source = source_of(problem, config, device)
@@ -167,9 +167,9 @@ def _check_row(
         yield Finding("error", where, f"{config} {compiled[source]}")
 
 
-def _compiled(source: object, device: Device) -> str | None:
+def _compiled(source: Source, device: Device) -> str | None:
     try:
-        need = compile_for(source, device.arch).metadata.shared  # pyright: ignore[reportArgumentType]
+        need = compile_for(source, device.arch).metadata.shared
     except AnyFp8Error:
         raise
     except Exception as error:
@@ -215,8 +215,3 @@ def export_files(table: Table, folder: Path, engine: str = "sglang") -> list[Pat
     if engine not in ("sglang", "vllm"):
         raise InputError("not an engine", got=repr(engine), want="'sglang' or 'vllm'")
     return sglang_tables.write_files(sglang_tables.export(table, engine), folder)
-
-
-def devices_without_table() -> list[str]:
-    """Catalogue devices that have no shipped table."""
-    return [name for name in CATALOGUE if not shipped_path(name).is_file()]
