@@ -180,6 +180,13 @@ class TestByHand:
         assert exact.scale.tolist() == [[0.0078125]]
         assert exact.data.float()[0, 0] == 448
 
+    def test_packed_exponents_are_unpacked_lowest_byte_first(self):
+        # 0x7F is 2^0, 0x80 2^1, 0x78 2^-7; the fourth byte and the last three are padding
+        packed = torch.tensor([[0x0078807F, 0x00000081]], dtype=torch.int32)
+        scale = reference.unpack_ue8m0(packed, 5)
+        assert scale.tolist() == [[1.0, 2.0, 2.0**-7, 2.0**-127, 4.0]]
+        assert reference.unpack_ue8m0(packed, 3).tolist() == [[1.0, 2.0, 2.0**-7]]
+
     def test_block_scales_may_be_powers_of_two_too(self):
         w = torch.zeros(128, 256)
         w[3, 5], w[7, 200] = 3.0, 448.0

@@ -233,7 +233,12 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = fp8.decode(q.codes, q.fmt)
     scale = q.scale
     if q.packed:
-        raise InputError("cannot dequantize packed UE8M0 scales", hint="unpack them first")
+        raise InputError(
+            "cannot dequantize packed UE8M0 scales",
+            got=f"{scale.dtype} {list(scale.shape)}",
+            want="fp32 scales, one a group",
+            hint="reference.unpack_ue8m0(q.scale, groups) makes them fp32",
+        )
     if q.block is not None:
         scale = expand_scale(scale, q.block, q.data.shape)
     return (values * scale).to(dtype)
