@@ -378,7 +378,7 @@ class TestTritonTypes:
 
     def test_arguments_are_keyword_only(self):
         with pytest.raises(TypeError):
-            fp8.fp8_dtype_to_triton(torch.float8_e4m3fn, "cuda")  # type: ignore[misc]
+            fp8.fp8_dtype_to_triton(torch.float8_e4m3fn, "cuda")
 
     def test_without_triton_the_error_says_what_to_install(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "triton", None)

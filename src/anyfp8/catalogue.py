@@ -70,4 +70,4 @@ AMD Radeon RX 7900 XTX | gfx1100 | 96 | 6 | 960 | - | 122.8 | 24 | ROCm GPU spec
 AMD Radeon 8060S Graphics | gfx1151 | 40 | 2 | 256 | - | 59.4 | - | ROCm GPU specifications; 256 bit x 8 Gb/s; peak: CUs x 2900 MHz x 512 FLOP | strix-halo
 AMD Radeon RX 9070 XT | gfx1201 | 64 | 8 | 640 | 389.3 | 194.6 | 16 | ROCm GPU specifications; purepc.pl: CUs x 2970 MHz x 1024 FLOP |
 AMD Radeon AI PRO R9700 | gfx1201 | 64 | 8 | 640 | 382.7 | 191.4 | 32 | ROCm GPU specifications; 1531 TOPS of sparse INT4, / 4 and / 8 | r9700
-"""  # noqa: E501
+"""  # noqa: E501 - a table

@@ -40,7 +40,8 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (self.x.shape[0], *self.weight.codes.shape)  # pyright: ignore[reportReturnType]
+        n, k = self.weight.codes.shape
+        return self.x.shape[0], n, k
 
 
 def random_layer(

@@ -1,6 +1,7 @@
 """KV-cache scales: found in every format, named as engines do; E4M3 refused where there is none."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,12 +47,7 @@ def test_quarks_output_scales_of_k_and_v_are_the_caches(tmp_path):
     ],
 )
 def test_where_formats_put_them(tensor, attention, kinds):
-    class Plan:
-        layers = {}  # noqa: RUF012
-        optional = (tensor,)
-        kv_cache = "FP8"
-
-    found = kv_scales(Plan())
+    found = kv_scales(SimpleNamespace(layers={}, optional=(tensor,), kv_cache="FP8"))
     assert [(s.attention, s.kind) for s in found] == [(attention, kind) for kind in kinds]
 
 

@@ -9,7 +9,7 @@ from anyfp8.tools.quantize_cases import cases, move, odd_rows
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from anyfp8.kernels.encode import scales_of  # noqa: E402
+from anyfp8.kernels.encode import scales_of  # noqa: E402 - it imports Triton
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,10 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class CheckpointWriter:
         self._places = {s.name: s for shard in self._shards.values() for s in shard}
         self.nbytes = sum(place.size for place in self._places.values())
         self._missing = dict.fromkeys(self._places)
-        self._handles: dict[Path, BinaryIO] = {}
+        self._handles: dict[Path, FileIO] = {}
         self._check_space()
 
     def __enter__(self) -> CheckpointWriter:
@@ -140,12 +141,12 @@ class CheckpointWriter:
                 handle.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _open(self, file: Path) -> BinaryIO:
+    def _open(self, file: Path) -> FileIO:
         if file not in self._handles:
             header = _header(self._shards[file])
             # unbuffered: a full disk is reported by the write that meets it, not at close
             handle = (self.folder / file).open("xb", buffering=0)
-            self._handles[file] = handle  # type: ignore[assignment]
+            self._handles[file] = handle
             handle.write(header)
         return self._handles[file]
 

@@ -100,7 +100,9 @@ class Fp8Linear(torch.nn.Module):
         """Where the weight lies."""
         if self._prepared is not None:
             return next(iter(self._prepared.tensors().values())).device
-        return self._parameters["weight"].device  # type: ignore[union-attr]
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight.device
 
     @property
     def nbytes(self) -> int:

@@ -139,7 +139,7 @@ def target_of(device: torch.device) -> Target | None:
 @functools.cache
 def _has_triton() -> bool:
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401 - only whether it can be
     except ImportError:
         return False
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -62,7 +62,7 @@ class Operands:
 
         self.x = (normal(m, k) * torch.exp(0.5 * normal(m, 1))).bfloat16()
         self._w = (normal(n, k) * torch.exp(0.3 * normal(n, 1)) * 0.02).bfloat16()
-        self._made: dict[object, object] = {}
+        self._made: dict[object, Any] = {}
 
     def weights(self, kind: str) -> list[QTensor]:
         """Copies of the weight with "tensor", "channel" or "block" scales.
@@ -96,7 +96,7 @@ class Operands:
     def _once(self, key: object, make: Callable[[], Item]) -> Item:
         if key not in self._made:
             self._made[key] = make()
-        return self._made[key]  # pyright: ignore[reportReturnType]
+        return self._made[key]
 
     def _copies(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor] + [tensor.clone() for _ in range(self.copies - 1)]

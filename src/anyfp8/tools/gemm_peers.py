@@ -338,7 +338,7 @@ def _fbgemm(root: Path) -> list[Peer]:
 def _deep_gemm(root: Path) -> list[Peer]:
     """Its kernels are compiled by nvcc at first use, into DG_JIT_CACHE_DIR."""
     _importable(root / "dg")
-    import deep_gemm  # pyright: ignore[reportMissingImports]
+    import deep_gemm
 
     def call(o: Operands, q: torch.Tensor, sx: torch.Tensor, w: Any) -> torch.Tensor:
         y = _new(o, len(q))
@@ -378,10 +378,7 @@ def _deep_gemm(root: Path) -> list[Peer]:
 
 def _gemlite(root: Path) -> list[Peer]:
     _importable(root / "gemlite")
-    from gemlite.helper import (  # pyright: ignore[reportMissingImports]
-        A16W8_FP8,
-        A8W8_fp8_dynamic,
-    )
+    from gemlite.helper import A16W8_FP8, A8W8_fp8_dynamic
 
     def make(helper: Any, **options: Any) -> Callable[[Operands], Calls]:
         def layers(o: Operands) -> Calls:

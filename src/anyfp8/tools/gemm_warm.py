@@ -51,6 +51,7 @@ def warm_up(
                 "peers": None if peers_folder is None else str(peers_folder),
                 "slow": slow_peers,
             }
+            # closed below, when its process has ended
             output = tempfile.TemporaryFile()  # noqa: SIM115
             command = [sys.executable, "-c", _START, json.dumps(share)]
             workers.append((subprocess.Popen(command, stdout=output, stderr=output), output))
@@ -85,5 +86,5 @@ def work(text: str) -> None:
                     try:
                         contender.calls[0]()
                     except Exception as error:
-                        print(contender.name, shape, m, error)
+                        console.talk(f"{contender.name} {shape} {m} {error}")
             torch.cuda.synchronize()

@@ -110,7 +110,7 @@ triton_row | 128 256 64 8 8 4 | w8a8-channel-token | 24576 | 4096 | 1024:177.155
 triton_row | 128 256 64 8 8 4 | w8a8-channel-token | 24576 | 4096 | 2048:362.733
 triton_row | 128 256 64 8 8 4 | w8a8-channel-token | 24576 | 4096 | 4096:764.486
 triton_row | 128 256 128 8 8 3 | w8a8-channel-token | 24576 | 4096 | 8192:1416.99
-"""  # noqa: E501
+"""  # noqa: E501 - a table
 
 
 @dataclass(frozen=True)

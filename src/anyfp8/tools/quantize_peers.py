@@ -109,10 +109,7 @@ def _fbgemm() -> list[Peer]:
 def _gemlite(folder: Path) -> list[Peer]:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    from gemlite.quant_utils import (  # pyright: ignore[reportMissingImports]
-        scale_activations_per_block,
-        scale_activations_per_token,
-    )
+    from gemlite.quant_utils import scale_activations_per_block, scale_activations_per_token
 
     dtype = torch.float8_e4m3fn
     return [
