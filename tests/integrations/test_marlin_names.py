@@ -9,7 +9,7 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.errors import InputError
-from anyfp8.integrations import marlin
+from anyfp8.integrations import marlin, sglang
 from anyfp8.problem import QTensor, Scheme
 
 
@@ -149,6 +149,10 @@ def test_the_op_is_traced_without_a_break():
     x = torch.randn(3, 64)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), x @ values.T + 1)
+
+
+def test_the_module_of_sglangs_names_has_these_too():
+    assert all(getattr(sglang, name) is getattr(marlin, name) for name in marlin.__all__)
 
 
 def test_a_scale_of_unknown_blocks_is_an_error():

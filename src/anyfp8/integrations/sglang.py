@@ -13,6 +13,12 @@ import torch
 from anyfp8 import fp8, quantize
 from anyfp8.errors import InputError
 from anyfp8.fp8 import fp8_dtype_to_triton, use_fp8_e4b15_for_e4m3fn
+from anyfp8.integrations.marlin import (
+    ModelOptFp8LinearMethod,
+    apply_fp8_marlin_linear,
+    can_auto_enable_marlin_fp8,
+    prepare_fp8_layer_for_marlin,
+)
 from anyfp8.integrations.sglang_linear import apply_fp8_linear, triton_scaled_mm
 from anyfp8.integrations.sglang_tables import (
     get_w8a8_block_fp8_configs,
@@ -22,7 +28,10 @@ from anyfp8.integrations.sglang_tables import (
 from anyfp8.quantize.mla import MASKED_ROWS
 
 __all__ = [
+    "ModelOptFp8LinearMethod",
     "apply_fp8_linear",
+    "apply_fp8_marlin_linear",
+    "can_auto_enable_marlin_fp8",
     "cuda_capability_uses_fp8_e4b15",
     "fp8_dtype_to_triton",
     "fp8_quantize",
@@ -32,6 +41,7 @@ __all__ = [
     "per_tensor_quant_mla_fp8",
     "per_token_group_quant_fp8",
     "per_token_group_quant_mla_deep_gemm_masked_fp8",
+    "prepare_fp8_layer_for_marlin",
     "scaled_fp8_quant",
     "static_quant_fp8",
     "triton_scaled_mm",
