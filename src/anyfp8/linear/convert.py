@@ -94,11 +94,14 @@ def convert(
     Args:
         model: a model with 16- or 32-bit `nn.Linear` layers.
         scheme: a `Scheme` or its name.
-        exclude: layers to leave; see `linears`.
+        exclude: layers to leave in 16 bits: names, globs or re:..., as in an ignore list.
         calib: token windows [B, T] int64 for static schemes, read by the model before converting.
         request: what to ask of the selection for every layer.
         allow_none: accept that nothing matched.
         progress: called with (layers done, layers in all).
+
+    Returns:
+        What was converted and what was left, with the reasons.
 
     Raises:
         InputError: nothing matched; a static scheme without `calib`.

@@ -43,6 +43,9 @@ class Fp8Linear(torch.nn.Module):
         weight_scale: fp32; [] , [N, 1] or [ceil(N/bn), ceil(K/bk)].
         input_scale: fp32 [] for static schemes, else None.
         bias: [N] or None.
+
+    Raises:
+        InputError: a dtype that activations cannot have.
     """
 
     def __init__(

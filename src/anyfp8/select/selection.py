@@ -170,7 +170,21 @@ def plan(
     """Decide a layer's backends for every M, and the one layout in which its weight is stored.
 
     The environment and, unless `tables` is given, the device's tables are read here. See `select`
-    for the order of precedence and the errors.
+    for the order of precedence.
+
+    Args:
+        n, k: rows and columns of the weight.
+        device: any GPU or the CPU, such as `anyfp8.device.find_device("h200")`.
+        x_dtype, out_dtype: "bf16", "fp16" or "fp32".
+        bias: whether one is added.
+        ms: numbers of rows to decide for at once; others are decided when asked.
+        tables: what `load_tables` returns.
+        probe: asks the GPU at hand whether a backend works there; by default where `device` is it.
+
+    Raises:
+        NoBackend, InputError: as `select`.
+        EnvError: a variable that cannot be read.
+        TableError: a table that cannot be read.
     """
     settings = env.snapshot()
     request = (request or Request()).with_environment(settings)
