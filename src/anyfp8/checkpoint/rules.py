@@ -20,17 +20,12 @@ from functools import cached_property, lru_cache
 from anyfp8.errors import CheckpointError
 
 WRAPPERS = ("model", "language_model")
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+# fused as engines run them, and the other way round
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+FUSED = {part: whole for whole, parts in PARTS.items() for part in parts}
 
 
 @lru_cache(maxsize=65536)

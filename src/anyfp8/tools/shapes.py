@@ -20,7 +20,7 @@ from anyfp8.checkpoint.declaration import ConfigFiles, Declaration
 from anyfp8.checkpoint.kv_cache import KvScale, kv_scales
 from anyfp8.checkpoint.linears import is_linear
 from anyfp8.checkpoint.planner import declare
-from anyfp8.checkpoint.rules import Rule
+from anyfp8.checkpoint.rules import FUSED, PARTS, Rule
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import Scheme
 
@@ -30,10 +30,6 @@ DEFAULT_SCHEME = Scheme("channel", "token", True)
 # decoders whose linears follow from these fields of the config: see `decoder_linears`
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 # split along K by tensor parallelism; every other linear is split along N
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "wo", "w2")
 
@@ -235,8 +231,8 @@ def fused(model: Model) -> Model:
         if layer.name in done:
             continue
         head, _, leaf = layer.name.rpartition(".")
-        whole = next((f for f, parts in _FUSED.items() if leaf in parts), "")
-        parts = [by_name.get(f"{head}.{part}") for part in _FUSED.get(whole, ())]
+        whole = FUSED.get(leaf, "")
+        parts = [by_name.get(f"{head}.{part}") for part in PARTS.get(whole, ())]
         known = [part for part in parts if part is not None]
         if not whole or len(known) != len(parts) or len({(p.scheme, p.k) for p in known}) > 1:
             out.append(layer)
