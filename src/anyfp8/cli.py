@@ -428,6 +428,7 @@ def main() -> None:
                 "cannot read the environment variable ANYFP8_LOG",
                 got=os.environ.get("ANYFP8_LOG", ""),
                 want="debug, info, warning or error",
+                hint="unset ANYFP8_LOG, or set it to one of these",
             )
         )
         sys.exit(2)

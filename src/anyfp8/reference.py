@@ -270,6 +270,7 @@ def quantize_activation(
                 "a static scheme needs its input_scale",
                 got="input_scale=None",
                 want="one positive fp32 value from calibration",
+                hint="calibrate, or choose a dynamic scheme such as w8a8-channel-token",
             )
         return quantize_per_tensor(x, None if scheme.dynamic else input_scale)
     if scheme.activation == "token":

@@ -58,7 +58,12 @@ def declare(files: ConfigFiles) -> Declaration:
     _refuse_transforms(config)
     groups = objects(config, "config_groups", presets=True)
     if not groups:
-        raise CheckpointError("no config_groups in the quantization_config", want="at least one")
+        raise CheckpointError(
+            "no config_groups in the quantization_config",
+            got=repr(config.get("config_groups"))[:80],
+            want="at least one",
+            hint="correct config.json, or export the checkpoint again",
+        )
     named: list[tuple[Rule, Algorithm]] = []
     default: Algorithm | None = None
     warnings: list[str] = []
@@ -99,6 +104,7 @@ def _group(key: str, group: Any, config: Mapping[str, Any]) -> tuple[Algorithm, 
             f"cannot read the config group {key}",
             got=repr(fields)[:80],
             want="weights, input_activations and output_activations as objects or null",
+            hint="correct config.json, or export the checkpoint again",
         )
     if weights is None:
         return Algorithm("no weights", None, "its weights are not quantized"), targets

@@ -70,6 +70,7 @@ class ConfigFiles:
                 "cannot read the quantization_config of config.json",
                 got=repr(quantization)[:80],
                 want="an object",
+                hint="correct config.json, or export the checkpoint again",
             )
         return cls(folder, config, quantization or {}, modelopt)
 
@@ -128,6 +129,7 @@ class Declaration:
                     f"{module} is fused of layers with different algorithms",
                     got=", ".join(part.name if part else "none" for part in parts),
                     want="one algorithm for all parts",
+                    hint="export it again with one algorithm for all parts of the layer",
                 )
             found = parts[0]
         if found is not None:

@@ -97,7 +97,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     for name, (torch_name, _) in _DTYPES.items():
         if getattr(torch, torch_name, None) == dtype:
             return name
-    raise CheckpointError("cannot store this dtype in safetensors", got=str(dtype))
+    raise CheckpointError(
+        "cannot store this dtype in safetensors",
+        got=str(dtype),
+        want=", ".join(_DTYPES),
+        hint="cast the tensor first",
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -111,6 +116,7 @@ def torch_dtype(name: str) -> torch.dtype:
             f"this torch has no dtype for safetensors {name}",
             got=f"torch {torch.__version__}",
             want="torch >= 2.10",
+            hint="pip install -U torch",
         )
     return found
 
@@ -156,7 +162,10 @@ class TensorFiles:
         stored = self.tensors.get(name)
         if stored is None:
             raise CheckpointError(
-                f"no tensor {name} in the checkpoint", got=f"{len(self.tensors)} other tensors"
+                f"no tensor {name} in the checkpoint",
+                got=f"{len(self.tensors)} other tensors",
+                want="the name of one of them",
+                hint="anyfp8 inspect FOLDER --layers lists the layers",
             )
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
@@ -204,7 +213,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"cannot read {path.name}", got=type(content).__name__, want="a JSON object"
+            f"cannot read {path.name}",
+            got=type(content).__name__,
+            want="a JSON object",
+            hint="copy the file again from where the model came from",
         )
     return content
 
@@ -311,6 +323,7 @@ def list_tensors(path: Path) -> TensorFiles:
                     f"two files hold the tensor {name}",
                     got=f"{tensors[name].file.name} and {file.name}, and no {INDEX}",
                     want="one of them",
+                    hint="remove the files that another save left over",
                 )
             tensors[name] = stored
     return TensorFiles(path, tensors)
@@ -338,14 +351,20 @@ def _from_index(path: Path, index: Path) -> TensorFiles:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(
-            f"{INDEX} has no weight_map", got=repr(weight_map)[:80], want="tensor name -> file name"
+            f"{INDEX} has no weight_map",
+            got=repr(weight_map)[:80],
+            want="tensor name -> file name",
+            hint="copy the file again from where the model came from",
         )
     tensors: dict[str, StoredTensor] = {}
     unlisted: list[str] = []
     for shard in sorted(set(weight_map.values())):
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise CheckpointError(
-                f"{INDEX} leads out of its folder", got=repr(shard), want="names of files in it"
+                f"{INDEX} leads out of its folder",
+                got=repr(shard),
+                want="names of files in it",
+                hint="get the checkpoint from a source that you trust",
             )
         if not (path / shard).is_file():
             lost = [name for name, file in weight_map.items() if file == shard]

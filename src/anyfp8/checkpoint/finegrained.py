@@ -69,6 +69,7 @@ def _scheme(config: Mapping[str, Any]) -> tuple[str, Scheme]:
             "cannot read the activation_scheme of the quantization config",
             got=repr(timing)[:80],
             want="'dynamic' or 'static'",
+            hint="correct config.json, or export the checkpoint again",
         )
     if block is None:
         return f"per-tensor {timing}", Scheme("tensor", "tensor", dynamic=timing == "dynamic")
@@ -81,6 +82,7 @@ def _scheme(config: Mapping[str, Any]) -> tuple[str, Scheme]:
             "cannot read the weight_block_size of the quantization config",
             got=repr(block)[:80],
             want="[rows, columns] or null",
+            hint="correct config.json, or export the checkpoint again",
         )
     scale_format = "ue8m0" if ue8m0 else "float32"
     word = f"block {block[0]}x{block[1]} {timing}" + (" ue8m0" if ue8m0 else "")

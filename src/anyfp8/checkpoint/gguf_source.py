@@ -79,7 +79,12 @@ class GgufSource:
     def _need(self, key: str) -> Any:
         value = self._value(key)
         if value is None:
-            raise CheckpointError(f"{self.path.name} lacks metadata", want=key)
+            raise CheckpointError(
+                f"{self.path.name} lacks metadata",
+                got=f"no {key}",
+                want="the metadata of a llama model",
+                hint="convert the model to GGUF again",
+            )
         return value
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -195,4 +200,5 @@ def _reader(path: Path) -> Any:
             f"{path.name} is not a whole GGUF file",
             got=f"{type(error).__name__}: {error}",
             hint="copy or download it again",
+            want="a complete GGUF file",
         ) from error

@@ -49,6 +49,7 @@ def write_tokenizer(folder: Path, values: Mapping[str, Any], length: int, file: 
             "making a tokenizer from a GGUF file needs the tokenizers package",
             got=str(error),
             hint="pip install 'anyfp8[models]'",
+            want="tokenizers 0.22 or newer",
         ) from error
     from anyfp8.checkpoint.sources import write_json
 

@@ -72,4 +72,5 @@ def choose_layout(schemes: Iterable[Scheme], format: str | None = None) -> str:
         "no format holds these layers together",
         got=", ".join(scheme.name for scheme in schemes),
         want=", ".join(f"{s.name} in {' or '.join(formats_for(s)) or 'none'}" for s in schemes),
+        hint="write it in one scheme: --scheme",
     )

@@ -79,6 +79,7 @@ def declare(files: ConfigFiles) -> Declaration:
                 "unsupported bare MIXED_PRECISION",
                 got="quant_algo MIXED_PRECISION without quantized_layers (the W4A8 family)",
                 want="quantized_layers: module -> quant_algo",
+                hint="export it again in FP8, or start from the 16-bit original",
             )
     elif algorithm:
         default = algorithm_of(algorithm)
@@ -114,11 +115,17 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = body.get("quantized_layers") or {}
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise CheckpointError(
-            "cannot read the list of ignored modules", got=repr(ignore)[:80], want="list of names"
+            "cannot read the list of ignored modules",
+            got=repr(ignore)[:80],
+            want="list of names",
+            hint="correct config.json, or export the checkpoint again",
         )
     if not isinstance(layers, dict):
         raise CheckpointError(
-            "cannot read quantized_layers", got=repr(layers)[:80], want="module -> quant_algo"
+            "cannot read quantized_layers",
+            got=repr(layers)[:80],
+            want="module -> quant_algo",
+            hint="correct config.json, or export the checkpoint again",
         )
     kv_cache = body.get("kv_cache_quant_algo") or ""
     if not kv_cache and isinstance(scheme := body.get("kv_cache_scheme"), dict):

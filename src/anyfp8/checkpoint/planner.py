@@ -112,6 +112,7 @@ def declare(configs: ConfigFiles) -> Declaration:
             f"cannot read the quantization format of {configs.folder.name}",
             got=f"quant_method {configs.quantization.get('quant_method')!r}",
             want=", ".join(repr(r.NAME) for r in FORMATS),
+            hint="start from the 16-bit original: anyfp8 quantize ORIGINAL OUT",
         )
     declared = reader.declare(configs)
     if declared.default is not None and declared.default.scheme is None:
@@ -119,6 +120,7 @@ def declare(configs: ConfigFiles) -> Declaration:
             f"cannot run the quantization of {configs.folder.name}",
             got=f"{declared.format} algorithm {declared.algorithm}: {declared.default.refusal}",
             want=reader.READABLE,
+            hint="start from the 16-bit original: anyfp8 quantize ORIGINAL OUT",
         )
     return declared
 
@@ -216,6 +218,7 @@ class _Planner:
                 f"cannot use the FP8 tensor {where}",
                 got=f"{weight.dtype} {list(weight.shape)}",
                 want="F8_E4M3 [N, K]",
+                hint="export the checkpoint again; anyfp8 reads e4m3fn weights of linear layers",
             )
         if algorithm is None:
             algorithm = self._undeclared(module, where)
@@ -258,7 +261,10 @@ class _Planner:
         found = self._beside(module, WEIGHT_SCALES)
         if len(found) > 1:
             raise CheckpointError(
-                f"two scales for {where}", got=" and ".join(found), want="one of them"
+                f"two scales for {where}",
+                got=" and ".join(found),
+                want="one of them",
+                hint="remove the stale one, or export the checkpoint again",
             )
         if not found:
             near = self._near(module)
@@ -282,6 +288,7 @@ class _Planner:
                 f"the scale {scale.name} in {scale.file.name} fits no granularity of its weight",
                 got=f"{scale.dtype} {list(scale.shape)} for a weight [{n}, {k}]",
                 want=f"[], [{n}], [{n}, 1] or {_grid(scheme, n, k)} of a float dtype",
+                hint="export the checkpoint again: the scale is of another weight or block",
             )
         if fitting != scheme and self.declared.format != "hf16":
             self._note(
@@ -294,7 +301,10 @@ class _Planner:
         found = self._beside(module, INPUT_SCALES)
         if len(found) > 1:
             raise CheckpointError(
-                f"two input scales for {module}", got=" and ".join(found), want="one of them"
+                f"two input scales for {module}",
+                got=" and ".join(found),
+                want="one of them",
+                hint="remove the stale one, or export the checkpoint again",
             )
         static = scheme.activation == "tensor" and not scheme.dynamic
         if not found and not static:
@@ -333,6 +343,7 @@ class _Planner:
                     f"not an FP8 weight: {weight.name} in {weight.file.name}",
                     got=f"{weight.dtype} {list(weight.shape)}",
                     want="F8_E4M3 as the config says",
+                    hint="correct config.json, or export the checkpoint again",
                 )
         elif algorithm is None and strays:
             self._note("scales of unquantized layers, not used", module)

@@ -70,6 +70,7 @@ def _algorithm(where: str, layer: Any) -> Algorithm | None:
             f"cannot read {where} of the quantization config",
             got=repr(layer)[:80],
             want="weight and input_tensors as objects or null",
+            hint="correct config.json, or export the checkpoint again",
         )
     if weight is None:
         return None

@@ -106,6 +106,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"no quantized layer {name} in {self.plan.path.name}",
                 got=f"{len(self.plan.layers)} other layers",
+                want="the name of one of them",
+                hint="anyfp8 inspect FOLDER --layers lists them",
             )
         return planned
 

@@ -88,7 +88,10 @@ def recast(
     check_apart(plan.path, check_output(out, overwrite=overwrite))
     if not plan.layers:
         raise CheckpointError(
-            f"no FP8 layers in {plan.path.name}", got=plan.format, want="an FP8 checkpoint"
+            f"no FP8 layers in {plan.path.name}",
+            got=plan.format,
+            want="an FP8 checkpoint",
+            hint="leave --from-fp8 out to quantize a 16-bit model",
         )
     targets = {name: _target(plan.layers[name].scheme, scheme, format) for name in plan.layers}
     chosen = choose_layout(targets.values(), format)

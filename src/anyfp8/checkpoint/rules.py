@@ -84,7 +84,10 @@ class Rule:
             return (re.compile(self.pattern[len("re:") :]),)
         except re.error as error:
             raise CheckpointError(
-                f"the ignore rule {self.pattern!r} is no regular expression", got=str(error)
+                f"the ignore rule {self.pattern!r} is no regular expression",
+                got=str(error),
+                want="re: and a Python regular expression",
+                hint="without re: an entry is a name or a glob",
             ) from error
 
     def matches(self, module: str) -> bool:
@@ -154,5 +157,6 @@ class RuleSet:
                 f"{module} is ignored in part only",
                 got=f"rules for {', '.join(hits)}",
                 want="rules for all parts of a fused layer, or for none",
+                hint="correct the ignore list in the config",
             )
         return bool(hits)

@@ -78,6 +78,7 @@ def check_scale(scale: torch.Tensor, stored: StoredTensor, single: bool = False)
             f"cannot use the scale {where}",
             got=f"{stored.dtype} {list(stored.shape)}",
             want="one floating-point value" if single else ", ".join(SCALE_DTYPES),
+            hint="export the checkpoint again",
         )
     values = fp8.decode_ue8m0(scale) if stored.dtype in _EXPONENTS else scale.float()
     bad = ~(values.isfinite() & (values > 0))

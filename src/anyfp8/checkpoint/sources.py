@@ -130,6 +130,7 @@ def open_source(path: str | Path) -> Source:
             f"{folder.name} is quantized already",
             got=f"{len(plan.layers)} FP8 weights, such as {next(iter(plan.layers))}",
             want="a checkpoint in bf16, fp16 or fp32",
+            hint="quantize its 16-bit original, or convert it with --from-fp8",
         )
     if not plan.config:
         raise CheckpointError(

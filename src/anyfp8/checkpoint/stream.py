@@ -297,4 +297,5 @@ def check_apart(source: Path, out: Path) -> None:
             f"{out} is or holds the source",
             got=f"source {source}",
             want="a folder apart from it",
+            hint="name another folder",
         )

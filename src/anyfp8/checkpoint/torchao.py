@@ -101,6 +101,7 @@ def _from_metadata(name: str, text: str) -> Algorithm | None:
             f"cannot read the metadata of {name}",
             got=f"{type(error).__name__}: {error}",
             want="what torchao writes: _type and _data",
+            hint="save the model again with this torchao and safetensors",
         ) from error
     if kind != "Float8Tensor":
         return Algorithm(kind, None, f"{kind} is not Float8Tensor")

@@ -27,6 +27,7 @@ def names(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
                 f"cannot read {field} of the quantization config",
                 got=repr(value)[:80],
                 want="a list of names",
+                hint="correct config.json, or export the checkpoint again",
             )
         return tuple(value)
     return ()
@@ -48,6 +49,7 @@ def objects(config: Mapping[str, Any], field: str, *, presets: bool = False) -> 
             f"cannot read {field} of the quantization config",
             got=repr(value)[:80],
             want="name -> object",
+            hint="correct config.json, or export the checkpoint again",
         )
     return dict(value)
 

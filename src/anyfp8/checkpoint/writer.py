@@ -39,7 +39,9 @@ def check_output(out: str | Path, *, overwrite: bool = False) -> Path:
     """
     folder = Path(out).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"cannot write to {out}", got="a file", want="a folder")
+        raise CheckpointError(
+            f"cannot write to {out}", got="a file", want="a folder", hint="name another folder"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise CheckpointError(
             f"{out} is not empty",
@@ -49,7 +51,10 @@ def check_output(out: str | Path, *, overwrite: bool = False) -> Path:
         )
     if not os.access(_existing(folder), os.W_OK):
         raise CheckpointError(
-            f"cannot write to {out}", got=f"{_existing(folder)} is not writable", hint="chmod it"
+            f"cannot write to {out}",
+            got=f"{_existing(folder)} is not writable",
+            want="a folder that you may write to",
+            hint="name another one, or chmod this one",
         )
     return folder
 
@@ -245,7 +250,12 @@ def _disk_errors(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(out, str(error), "enough free space") from error
-        raise CheckpointError(f"cannot write {out}", got=str(error), want="a folder") from error
+        raise CheckpointError(
+            f"cannot write {out}",
+            got=str(error),
+            want="a folder that can be written to",
+            hint="name another folder",
+        ) from error
 
 
 def _disk_full(out: Path, got: str, want: str) -> CheckpointError:

@@ -68,4 +68,5 @@ def backend(name: str) -> Backend:
         "no such backend",
         got=repr(name),
         want=", ".join(b.name for b in backends()),
+        hint="anyfp8 doctor says which of them work here",
     )

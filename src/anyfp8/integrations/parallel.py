@@ -181,6 +181,7 @@ def _styles(model: Any) -> dict[str, str]:
             f"{type(model).__name__} has no tensor-parallel plan",
             want="a model whose config has base_model_tp_plan",
             hint="load it without tp",
+            got="base_model_tp_plan is empty",
         )
     prefix = model.base_model_prefix
     found: dict[str, str] = {}

@@ -79,6 +79,7 @@ def _check_same(
                 f"the tensor {name} of {plan.path.name} does not fit the model",
                 got=f"shape {tuple(local.shape)}",
                 want=f"{tuple(values[name].shape)}",
+                hint="load() it as a new model",
             )
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     absent = [
@@ -91,4 +92,5 @@ def _check_same(
             f"{plan.path.name} does not fill the model",
             got=f"{len(absent)} tensors are missing: {', '.join(absent[:3])}",
             want="a tensor for every parameter",
+            hint="load() it as a new model",
         )

@@ -121,7 +121,12 @@ def apply_fp8_linear(
     k, n = weight.shape
     quantized = input.dtype == FP8
     if quantized and input_scale is None:
-        raise InputError("quantized activations without their scales", want="input_scale")
+        raise InputError(
+            "quantized activations without their scales",
+            want="input_scale",
+            got="input_scale=None",
+            hint="pass the scales that the quantizer returned",
+        )
     rows = input.reshape(input.numel() // k, k) if k else input.reshape(-1, k)
     dtype = (pre_quant_output_dtype or torch.bfloat16) if quantized else input.dtype
     by_token = not compressed_tensor_quant or use_per_token_if_dynamic

@@ -136,6 +136,8 @@ def read_files(paths: Iterable[Path], source: str = "") -> list[Table]:
             raise TableError(
                 f"{path.name} is not named as an engine's table",
                 want=file_name(4096, 4096, "NVIDIA_L40S", CHANNELWISE),
+                got=path.name,
+                hint="keep the name that the engine gave it: it says N, K, GPU and dtype",
             )
         scheme = CHANNELWISE
         if found["bn"]:
@@ -149,7 +151,12 @@ def read_files(paths: Iterable[Path], source: str = "") -> list[Table]:
                 if m.isdigit()
             ]
         except (ValueError, AttributeError) as error:
-            raise TableError(f"cannot read {path}", got=str(error)) from error
+            raise TableError(
+                f"cannot read {path}",
+                got=str(error),
+                want="a JSON object of M -> tile",
+                hint="copy the file again from the engine",
+            ) from error
         rows.setdefault(found["device"].replace("_", " "), []).extend(new)
     return [Table(Header(device, source), tuple(mine)) for device, mine in rows.items()]
 

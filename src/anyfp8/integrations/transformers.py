@@ -145,6 +145,7 @@ def usable_device(device: torch.device | str | None) -> torch.device:
             f"there is no device {device}",
             got=f"{torch.cuda.device_count()} CUDA devices",
             want="cpu, or a GPU that torch sees",
+            hint="anyfp8 doctor says which GPUs torch sees here",
         )
     return wanted
 
@@ -208,6 +209,7 @@ def _parsed(scheme: Scheme | str | None) -> Scheme | None:
             f"{scheme.name} needs calibration and cannot be made while loading",
             want="a dynamic or weight-only scheme, such as w8a8-channel-token or w8a16-channel",
             hint="anyfp8 quantize calibrates and writes a checkpoint",
+            got=f"scheme={scheme.name}",
         )
     return scheme
 

@@ -69,6 +69,7 @@ def quantize_activation(
         f"activations of {scheme.name} cannot be quantized",
         got="no input_scale" if scheme.activation == "tensor" else "a weight-only scheme",
         want="a dynamic scheme, or a static one with its input_scale",
+        hint="load the layer with its input_scale, or choose a dynamic scheme",
     )
 
 

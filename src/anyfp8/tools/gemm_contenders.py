@@ -139,7 +139,12 @@ class Layer:
             choice = select.select(problem, self.device, request, tables, probe=self._probe)
             problem = replace(problem, accumulate=choice.accumulate, numerics=choice.numerics)
             if not choice.quantizes:
-                raise NoBackend("no backend", reasons={choice.backend: "takes bf16 activations"})
+                raise NoBackend(
+                    "no backend",
+                    reasons={choice.backend: "takes bf16 activations"},
+                    want="a backend that takes quantized activations",
+                    hint="bench linear",
+                )
             q = rows_of(self.operands.activations(scheme.activation), m)
             owner = gemm.backend(choice.backend)
             weights = self._copies(owner, owner.layout_of(choice.config))

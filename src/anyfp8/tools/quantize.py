@@ -144,7 +144,12 @@ def _calibrate(
         batches = list(calib)
         title = f"{len(batches)} batches of the caller's tokens"
     if not batches:
-        raise InputError("no calibration data", got="0 batches", want="at least one [B, T] tensor")
+        raise InputError(
+            "no calibration data",
+            got="0 batches",
+            want="at least one [B, T] tensor",
+            hint="calib=None takes a built-in text",
+        )
     with console.progress("loading the 16-bit model"):
         model: Any = load(path, device=device)
     chosen = names if names is not None else quantizable(model, exclude)
@@ -173,6 +178,7 @@ def recast_checkpoint(
             f"{model} is not an FP8 checkpoint",
             want="an FP8 checkpoint folder with --from-fp8",
             hint="leave --from-fp8 out to quantize a 16-bit model",
+            got="weights in 16 or 32 bits",
         )
     if scheme is not None and not isinstance(scheme, Scheme):
         scheme = parse_scheme(scheme)

@@ -163,6 +163,7 @@ def _declared(declared: Declaration, shapes: Iterable[Layer]) -> Iterator[Layer]
                 f"cannot run the quantization of {layer.name}",
                 got=f"{algorithm.name}: {algorithm.refusal}",
                 want="FP8 layers only",
+                hint="explain its 16-bit original with --scheme",
             )
         yield replace(layer, scheme=algorithm.scheme)
 
@@ -197,6 +198,7 @@ def decoder_linears(config: Mapping[str, Any]) -> list[Layer]:
             got=f"no {error.args[0]}",
             want="hidden_size, intermediate_size, num_attention_heads, num_hidden_layers, "
             "vocab_size",
+            hint="take the config.json of the model itself",
         ) from error
     size = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
     qkv_bias = kind == "qwen2" or (kind != "mistral" and bool(config.get("attention_bias")))

@@ -42,6 +42,7 @@ def read_text(path: str | Path | None) -> tuple[str, str]:
             f"cannot read the text {path}",
             got=error.strerror or str(error),
             want="a UTF-8 text file",
+            hint="leave the text out to take one that ships in Python",
         ) from error
     try:
         text = raw.decode("utf-8")
@@ -85,6 +86,7 @@ def windows(
             "the text is too short",
             got=f"{len(ids)} tokens",
             want=f"at least 2, better {count * length}",
+            hint="name a longer text, or ask for fewer or shorter windows",
         )
     start = len(ids) // 2 if from_middle and len(ids) // 2 + count * length <= len(ids) else 0
     rows = [ids[i : i + length] for i in range(start, len(ids), length)][:count]
