@@ -66,8 +66,8 @@ VERBS = {
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run a verb in this process: (exit status, stdout, stderr)."""
+def call(call, monkeypatch, tmp_path):
+    """Run a verb in a folder of its own, 80 columns wide."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("ANYFP8_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -75,14 +75,7 @@ def call(monkeypatch, capsys, tmp_path):
     def run(arguments):
         texts = [a.replace("CHECKPOINTS", str(CHECKPOINTS)) for a in arguments]
         texts = [a.replace("TMP", str(tmp_path)) for a in texts]
-        monkeypatch.setattr(sys, "argv", ["anyfp8", *texts])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        found = capsys.readouterr()
-        return status, found.out, found.err
+        return call(*texts)
 
     return run
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ _OUTPUT = re.compile(r"<!-- output: anyfp8 (?P<command>.*?) -->\n```\n(?P<text>.
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def call(call, monkeypatch, tmp_path):
+    """Run a command that must pass, as on a machine without a GPU; returns its stdout."""
     from anyfp8.tools import doctor
 
     monkeypatch.setattr(doctor, "current_device", lambda: CPU)
@@ -37,14 +37,9 @@ def call(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(arguments: list[str]) -> str:
-        monkeypatch.setattr(sys, "argv", ["anyfp8", *arguments])
-        cli_status = None
-        try:
-            cli.main()
-        except SystemExit as stop:
-            cli_status = stop.code
-        assert not cli_status
-        return capsys.readouterr().out
+        status, out, _ = call(*arguments)
+        assert status == 0
+        return out
 
     return run
 

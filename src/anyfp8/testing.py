@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from anyfp8 import reference
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError
 from anyfp8.gemm.compile import gpu_target
@@ -70,6 +71,28 @@ def _assert_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
             f"{name}: {len(different)} of {a.numel()} differ, first at {index}: "
             f"got {got[index].item()!r}, want {want[index].item()!r}"
         )
+
+
+def assert_normed(
+    y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, norm_eps: float = 1e-6
+) -> None:
+    """y is the RMSNorm of h within 2^-19 in fp32, a unit in the last place of few 16-bit values.
+
+    That is half of 40 fp32 additions, and a rounding to y's dtype.
+
+    Args:
+        y, h: [M, K] of one dtype, on any device. weight: [K], on the CPU.
+    """
+    y, h = y.cpu(), h.cpu()
+    mean = h.double().square().mean(-1, keepdim=True)
+    exact = h.double() / (mean + norm_eps).sqrt() * weight.double()
+    if y.dtype == torch.float32:
+        assert ((y - exact).abs() <= exact.abs() * 2**-19).all(), "more than 2^-19 off"
+        return
+    want = reference.rms_norm(h, weight, norm_eps)
+    steps = (y.view(torch.int16).long() - want.view(torch.int16).long()).abs()
+    assert steps.max() <= 1, f"{steps.max()} units in the last place off"
+    assert (steps != 0).float().mean() < 1e-3, "too many last bits differ"
 
 
 def random_rows(

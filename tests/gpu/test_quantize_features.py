@@ -29,21 +29,6 @@ def architecture(request):
     assert launches
 
 
-def assert_normed(y, h, weight):
-    """y is the norm of h within 2^-19: half of 40 fp32 additions, and a rounding to its dtype."""
-    h, y = h.cpu(), y.cpu()
-    exact = (
-        h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    )
-    if y.dtype == torch.float32:
-        assert ((y - exact).abs() <= exact.abs() * 2**-19).all()
-        return
-    want = reference.rms_norm(h, weight, 1e-6)
-    steps = (y.view(torch.int16).long() - want.view(torch.int16).long()).abs()
-    assert steps.max() <= 1
-    assert (steps != 0).float().mean() < 1e-3
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [576, 4096, 12288])
 def test_a_norm_is_right_to_a_last_bit_and_its_codes_are_those_of_quantizing_it(
@@ -55,13 +40,13 @@ def test_a_norm_is_right_to_a_last_bit_and_its_codes_are_those_of_quantizing_it(
     h, y = residual.cuda(), torch.empty_like(x, device="cuda")
     q = quantize.norm_per_group(x.cuda(), weight.cuda(), 64, residual=h, out_norm=y)
     assert torch.equal(h.cpu(), reference.add(x, residual))
-    assert_normed(y, h, weight)
+    testing.assert_normed(y, h, weight)
     testing.assert_matches(q, reference.quantize_per_group(y.cpu(), 64))
     # another tile, and so another order of summation
     h = residual.cuda()
     q = quantize.norm_per_token(x.cuda(), weight.cuda(), residual=h, out_norm=y)
     assert torch.equal(h.cpu(), reference.add(x, residual))
-    assert_normed(y, h, weight)
+    testing.assert_normed(y, h, weight)
     testing.assert_matches(q, reference.quantize_per_token(y.cpu()))
 
 

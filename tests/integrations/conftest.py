@@ -1,12 +1,9 @@
-"""A small random Llama with a byte tokenizer as a 16-bit checkpoint, and the command line."""
+"""A small random Llama with a byte tokenizer as a 16-bit checkpoint."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from anyfp8 import cli
 
 
 def save_tiny_llama(folder: Path, seed: int = 0, **changes) -> Path:
@@ -42,20 +39,3 @@ def save_tiny_llama(folder: Path, seed: int = 0, **changes) -> Path:
 def tiny(tmp_path_factory) -> Path:
     """A folder with a 16-bit tiny Llama; never changed by a test."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the command line; returns (exit status, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["anyfp8", *map(str, arguments)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run

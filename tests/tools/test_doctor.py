@@ -1,30 +1,14 @@
 """doctor and env: what they find on this machine, and that a fault is found and named."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from anyfp8 import cli, env
+from anyfp8 import env
 from anyfp8.device import current_device, find_device
 from anyfp8.gemm.dequant import Dequant
 from anyfp8.tools import doctor, env_command
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["anyfp8", *arguments])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def test_everything_willing_passes_on_this_machine(call):

@@ -12,20 +12,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def assert_normed(y, h, weight):
-    """y is the norm of h within 2^-19: half of 40 fp32 additions, and a rounding to its dtype."""
-    exact = (
-        h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    )
-    if y.dtype == torch.float32:
-        assert ((y - exact).abs() <= exact.abs() * 2**-19).all()
-        return
-    want = reference.rms_norm(h, weight, 1e-6)
-    steps = (y.view(torch.int16).long() - want.view(torch.int16).long()).abs()
-    assert steps.max() <= 1
-    assert (steps != 0).float().mean() < 1e-3
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [576, 4096])
 def test_a_norm_is_right_to_a_last_bit_and_its_codes_are_those_of_quantizing_it(dtype, k):
@@ -35,7 +21,7 @@ def test_a_norm_is_right_to_a_last_bit_and_its_codes_are_those_of_quantizing_it(
     y = torch.empty_like(x)
     q = quantize.norm_per_group(x, weight, 64, residual=residual, out_norm=y)
     assert torch.equal(residual, reference.add(x, before))
-    assert_normed(y, residual, weight)
+    testing.assert_normed(y, residual, weight)
     testing.assert_matches(q, reference.quantize_per_group(y, 64))
 
 
