@@ -10,9 +10,6 @@ below M ≈ 256 they stay warm there, as activations do in a model. A peer that 
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -307,32 +304,3 @@ def _line(cell: Cell) -> str:
         f"copy {cell.copy_share:5.3f}  empty x{cell.times_empty:5.2f}  "
         f"nan {cell.sanitize:5.3f}  {cell.verdict:4}  {peers}"
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m anyfp8.tools.bench_quantize`: the table on stderr, the summary on stdout."""
-    parser = argparse.ArgumentParser(description="Time the activation quantizers.")
-    parser.add_argument("--json", type=Path, help="write all results here")
-    parser.add_argument("--peers", type=Path, help="folder with sglC.so, vllmC.so, fbgC.so")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--k", default=",".join(map(str, COLUMNS)))
-    parser.add_argument("--m", default=",".join(map(str, ROWS)))
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(arguments)
-    result = run(
-        peers_folder=options.peers,
-        kinds=options.kinds.split(","),
-        columns=[int(k) for k in options.k.split(",")],
-        rows=[int(m) for m in options.m.split(",")],
-        runs=options.runs,
-        rounds=options.rounds,
-    )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    console.data_json({name: result[name] for name in ("header", "missing", "summary")})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
