@@ -126,8 +126,10 @@ def open_checkpoint(
 
 
 def _refuse_nan(codes: torch.Tensor, stored: StoredTensor) -> None:
-    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima cost a tenth of a mask
-    if int(codes.max()) != 0xFF and int(codes.view(torch.int8).max()) != 0x7F:
+    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima instead of a mask, and
+    # numpy's, which are many times as fast as torch's on bytes
+    values = codes.numpy()
+    if values.max() != 0xFF and values.view("int8").max() != 0x7F:
         return
     bad = ((codes & 0x7F) == 0x7F).nonzero()
     raise CheckpointError(

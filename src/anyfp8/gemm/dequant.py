@@ -10,7 +10,7 @@ product, in fp32), so a machine without a GPU can measure what quantizing activa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # rows dequantized at a time when a call dequantizes: bounds the scratch
 _CHUNK_BYTES = 64 << 20
+# and at a time when the copy is made at load: small, so that the peak is the copy
+_PREPARE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,12 @@ class Dequant(Backend):
 
     def prepare(self, weight: QTensor, scheme: Scheme, x_dtype: str) -> DenseWeight:
         plain = canonical_weight(weight, scheme)
-        w = reference.dequantize(plain.canonical(), DTYPES[x_dtype])
-        same = torch.equal(_encoded(w, plain.scale, scheme), plain.codes)
+        w = torch.empty(plain.shape, dtype=DTYPES[x_dtype], device=plain.codes.device)
+        same = True
+        # rows at a time: whole fp32 copies would be several times what stays
+        for rows, part in _row_parts(plain, _PREPARE_BYTES):
+            w[rows] = reference.dequantize(part, w.dtype)
+            same &= torch.equal(_encoded(w[rows], part.scale, scheme), part.codes)
         return DenseWeight(w, plain.scale, scheme, None if same else plain.codes)
 
     def restored(
@@ -167,23 +173,28 @@ def _chunked(
     row_by_row: bool,
 ) -> torch.Tensor:
     """Dequantize a bounded number of rows of w at a time and multiply by them."""
-    n, k = prepared.shape
-    block = prepared.scheme.block
-    step = max(1, _CHUNK_BYTES // (4 * k))
-    # whole blocks of rows, so that a chunk's scales are whole rows of the scale
+    y = x.new_empty((x.shape[0], prepared.shape[0]), dtype=out_dtype)
+    for rows, part in _row_parts(prepared, _CHUNK_BYTES):
+        w = reference.dequantize(part, x.dtype)
+        y[:, rows] = _linear(x, w, None if bias is None else bias[rows], out_dtype, row_by_row)
+    return y
+
+
+def _row_parts(weight: CanonicalWeight, most: int) -> Iterator[tuple[slice, QTensor]]:
+    """Slices of rows and the weight's parts there, `most` bytes in fp32 where a block allows it."""
+    n, k = weight.shape
+    block = weight.scheme.block
+    step = max(1, most // (4 * k))
+    # whole blocks of rows, so that a part's scales are whole rows of the scale
     step = step if block is None else max(step // block[0], 1) * block[0]
-    y = x.new_empty((x.shape[0], n), dtype=out_dtype)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        scale = prepared.scale
+        scale = weight.scale
         if block is not None:
             scale = scale[start // block[0] : -(-rows.stop // block[0])]
         elif scale.ndim:
             scale = scale[rows]
-        part = QTensor(prepared.codes[rows], scale, block)
-        w = reference.dequantize(part, x.dtype)
-        y[:, rows] = _linear(x, w, None if bias is None else bias[rows], out_dtype, row_by_row)
-    return y
+        yield rows, QTensor(weight.codes[rows], scale, block)
 
 
 def _emulated(
