@@ -251,6 +251,15 @@ def test_a_broken_table_is_refused_by_file_and_line(tmp_path, line, what):
     assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b""])
+def test_what_is_no_table_is_named_with_a_next_step(tmp_path, content):
+    path = tmp_path / "strange.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TableError, match=r"strange\.jsonl") as caught:
+        tables.read_table(path)
+    assert caught.value.hint
+
+
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     path = tmp_path / "t.jsonl"
     tables.write_table(path, Table(Header("NVIDIA L40S"), (row(1, A), row(2, B))))

@@ -140,7 +140,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Found:
-    """What a look-up answers; `config` None means the backend's default."""
+    """What a look-up answers."""
 
     backend: Backend
     config: Config
@@ -332,8 +332,13 @@ def read_table(path: Path) -> Table:
 
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise TableError(f"cannot read the table {path}", got=str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(
+            f"cannot read the table {path}",
+            got=str(error),
+            want="UTF-8 text that you may read",
+            hint="move the file away, or set ANYFP8_TABLE_DIR to another folder",
+        ) from error
     header: Header | None = None
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
@@ -354,10 +359,15 @@ def read_table(path: Path) -> Table:
                 f"cannot read the table {path}",
                 got=f"line {number}: {error}",
                 want=f"a header of format {FORMAT}, then rows",
-                hint=f"anyfp8 tables check {path}",
+                hint="correct or remove that line, or move the file away",
             ) from error
     if header is None:
-        raise TableError(f"the table {path} is empty", want="a header line")
+        raise TableError(
+            f"the table {path} is empty",
+            got="no line",
+            want="a header line, then rows",
+            hint="remove the file: without it the ranker decides",
+        )
     return Table(header, tuple(rows), str(path))
 
 
