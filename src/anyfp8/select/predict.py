@@ -1,23 +1,21 @@
 """µs ≈ max(DRAM, L2, matrix units, latency) over waves of tiles: a ranker that measures nothing.
 
-It orders the legal configurations where no table has a row, and the tuner's candidates. Public
-models of this kind come within 5 to 10 % of an exhaustive search; ours of W8A8 tiles is in
-`tile_time`. The constants matter only against each other.
+It takes a backend and a configuration where no table has a row. Public models of this kind come
+within 5 to 10 % of an exhaustive search; ours of W8A8 tiles is in `tile_time`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.gemm.tiles import TileConfig
 from anyfp8.gemm.triton_w8a16 import W8A16Config
 from anyfp8.problem import Problem
-from anyfp8.select.tile_time import tile_us
+from anyfp8.select.tile_time import tile_times, tile_us
 
 if TYPE_CHECKING:
     from anyfp8.device import Device
@@ -51,39 +49,32 @@ class Prediction:
 
 
 @lru_cache(maxsize=4096)
-def rank(
-    problem: Problem, device: Device, willing: tuple[Backend, ...], per_backend: int = 1
-) -> tuple[Prediction, ...]:
-    """The best predictions first; empty where the device's figures are not known.
+def rank(problem: Problem, device: Device, willing: tuple[Backend, ...]) -> tuple[Prediction, ...]:
+    """Each willing backend's best configuration, the fastest backend first.
 
-    Args:
-        willing: backends to rank; those without a model are left out.
-        per_backend: how many configurations of each to return.
+    Backends without a model are left out; empty where the device's figures are not known.
     """
     if not _known(device):
         return ()
-    found: list[Prediction] = []
-    for backend in willing:
-        mine = sorted(_predictions(problem, device, backend), key=lambda p: p.us)
-        if backend.config_class is W8A16Config:
-            # its default follows measurements: the model only orders the rest, for the tuner
-            default = backend.default_config(problem, device)
-            mine.sort(key=lambda p: p.config != default)
-        found += mine[:per_backend]
-    return tuple(sorted(found, key=lambda p: p.us))
+    found = [_best_of(backend, problem, device) for backend in willing]
+    return tuple(sorted((p for p in found if p is not None), key=lambda p: p.us))
 
 
-def _predictions(problem: Problem, device: Device, backend: Backend) -> Iterator[Prediction]:
-    if backend.name == "torch_scaled_mm":
-        config = backend.default_config(problem, device)
-        yield Prediction(_library_us(problem, device), backend, config)
-        return
-    if backend.config_class not in (TileConfig, W8A16Config):
-        return
-    for config in backend.configs(problem, device):
-        us = _tile_us(problem, device, config)
-        if us is not None:
-            yield Prediction(us, backend, config)
+def _best_of(backend: Backend, problem: Problem, device: Device) -> Prediction | None:
+    if backend.config_class is TileConfig:
+        if not device.fp8_tflops:
+            return None
+        configs = cast("list[TileConfig]", list(backend.configs(problem, device)))
+        times = list(tile_times(problem, device, configs))
+        if not times:
+            return None
+        us = min(times)
+        best = configs[times.index(us)]
+        return Prediction(us + _quantize_us(problem, device), backend, best)
+    # the default of W8A16 follows measurements, and the library chooses by itself
+    config = backend.default_config(problem, device)
+    us = estimate(problem, device, backend, config)
+    return None if us is None else Prediction(us, backend, config)
 
 
 def estimate(problem: Problem, device: Device, backend: Backend, config: Config) -> float | None:

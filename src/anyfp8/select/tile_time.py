@@ -1,8 +1,9 @@
 """µs of one W8A8 tile configuration: waves of tiles, each a pipeline of steps along K.
 
 A step takes the longer of three: multiplying, moving its operands from L2 to the SM, and waiting
-for a round trip that the pipeline does not hide. The constants are fitted to 1,080 timings on an
-H200 (tests/data/gemm/), where the configuration that it picks reaches 97 % of the best timed one.
+for a round trip that the pipeline does not hide. The constants are fitted to 1,279 timings on an
+H200 (tests/data/gemm/), without those of every third M, from which the error that `explain` prints
+is computed.
 
 The surprise: below 64 rows Hopper has no FP8 product, so codes are converted to fp16 by the warps;
 that conversion, not the product, is what a decode tile spends its time on.
@@ -10,6 +11,10 @@ that conversion, not the product, is what a decode tile spends its time on.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from anyfp8.gemm.tiles import TileConfig, scales_along_k, sums_kept
@@ -18,90 +23,121 @@ from anyfp8.problem import Problem
 if TYPE_CHECKING:
     from anyfp8.device import Device
 
-# share of the published bandwidth and of the published FP8 and fp16 rates
-_DRAM_SHARE = 0.62
-_FP8_SHARE, _FP8_SMALL_SHARE, _FP16_SHARE = 0.93, 0.99, 0.90
-# bytes that one SM reads from L2 in a µs (10 TB/s over an H200's 132 SMs)
-_L2_BYTES_PER_SM = 76e3
-# µs: a kernel's start and end, a round trip to memory, a step, a step's barrier for each warp
-_LAUNCH_US, _TRIP_US, _STEP_US, _WARP_US = 3.4, 1.02, 0.006, 0.0018
-# share of a step that a tile adds before its pipeline is full and after it runs dry
-_FILL = 0.08
-# steps that an asynchronous product keeps in flight itself
-_LAG = 0.39
+# share of the published bandwidth and of the published FP8 rate
+_DRAM_SHARE, _FP8_SHARE, _FP8_SMALL_SHARE = 0.903, 0.778, 1.0
+# bytes that one SM reads from L2 in a µs: 64 a clock
+_L2_BYTES_PER_SM = 112e3
+# bytes a µs of the one row that every lane past the last row reads at once
+_HOT_BYTES = 1.67e6
+# µs: a kernel's start and end, a round trip to memory, a step, scales that change along K
+_LAUNCH_US, _TRIP_US, _STEP_US, _SCALES_US = 2.92, 0.593, 0.002, 0.097
+# a warp group waits longer for its operands, but keeps steps in flight itself
+_GROUP_TRIPS, _LAG = 1.41, 0.271
+# steps that a tile adds before its pipeline is full and after it runs dry
+_FILL = 1.12
 # µs: converting one code to fp16, scaling one sum; with `_BUSY_WARPS` warps on the SM
-_CONVERT_US, _SCALE_US, _BUSY_WARPS = 10.3e-6, 17e-6, 4.1
+_CONVERT_US, _SCALE_US, _BUSY_WARPS = 13.5e-6, 10.7e-6, 5.09
 # registers a thread has for sums and operands before it spills, and what each more costs
-_FREE_REGISTERS, _SPILL = 148, 0.029
-_OPERAND_SHARE = 0.17
+_FREE_REGISTERS, _SPILL = 135, 0.0306
+_OPERAND_SHARE = 0.038
+# the clock falls under load: by so much for each e-fold of products beyond `_COOL_US`
+_HEAT, _COOL_US = 0.04, 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What a configuration costs whatever the shape: tiles an SM holds, µs with 1, 2, … of them."""
+
+    resident: int
+    step: tuple[float, ...]
+    ends: tuple[float, ...]
 
 
 def tile_us(problem: Problem, device: Device, config: TileConfig) -> float | None:
     """Estimated µs of a launch on a device whose figures are known; None without FP8 units."""
     if not device.fp8_tflops:
         return None
+    return next(iter(tile_times(problem, device, (config,))))
+
+
+def tile_times(problem: Problem, device: Device, configs: Iterable[TileConfig]) -> Iterator[float]:
+    """`tile_us` of many configurations, for a device with FP8 units."""
     m, n, k = max(problem.m, 1), problem.n, problem.k
-    sms, warps = device.sms or 1, config.num_warps
-    resident = _resident(problem, device, config)
-    tiles = -(-m // config.block_m) * -(-n // config.block_n)
-    steps = -(-k // config.block_k)
-    multiply = _multiply_us(problem, device, config)
-    move = (config.block_m + config.block_n) * config.block_k / _L2_BYTES_PER_SM
-    if config.from_shared(device):
-        in_flight = max(config.num_stages - 1 - _LAG, 0.35)
-    else:
-        in_flight = max(config.num_stages - 1, 1)
-
-    def wave(count: int) -> float:
-        """All tiles of `count` on each SM, side by side."""
-        idle = 1.0 if config.from_shared(device) else min(1.0, count * warps / _BUSY_WARPS)
-        working, moving, waiting = count * multiply / idle, count * move, _TRIP_US / in_flight
-        if config.num_stages == 1:
-            step = working + moving + waiting
-        else:
-            step = _smooth_max(4, working, moving, waiting)
-        step += _STEP_US + _WARP_US * warps * count
-        return steps * step + _FILL * (working + moving)
-
-    full, rest = divmod(tiles, sms * resident)
-    busy = full * wave(resident) + (wave(-(-rest // sms)) if rest else 0.0)
+    sms = device.sms or 1
+    tiles_of = _tiles(device, scales_along_k(problem), sums_kept(problem), problem.out_dtype)
     moved = n * k + m * k + 2 * m * n
     dram = moved / ((device.bandwidth_gbs or 1.0) * 1e3 * _DRAM_SHARE)
-    return _smooth_max(3, dram, busy) + _LAUNCH_US
+    work = 2 * m * n * k / ((device.fp8_tflops or 1.0) * 1e6)
+    heat = 1 + _HEAT * max(0.0, math.log(work / _COOL_US))
+    for config in configs:
+        tile = tiles_of[config]
+        rows = -(-m // config.block_m)
+        columns = -(-n // config.block_n)
+        steps = -(-k // config.block_k)
+        full, rest = divmod(rows * columns, sms * tile.resident)
+        busy = full * (steps * tile.step[-1] + tile.ends[-1]) if full else 0.0
+        if rest:
+            last = -(-rest // sms) - 1
+            busy += steps * tile.step[last] + tile.ends[last]
+        # a single short tile skips the lanes past its end
+        if rows > 1:
+            busy += columns * (rows * config.block_m - m) * k / _HOT_BYTES
+        yield ((dram**3.76 + busy**3.76) ** (1 / 3.76) + _LAUNCH_US) * heat
 
 
-def _smooth_max(power: int, *parts: float) -> float:
-    """The largest, and more where others are near: they get in each other's way."""
-    return sum(part**power for part in parts) ** (1 / power)
+class _Tiles(dict[TileConfig, _Tile]):
+    """Tiles on one device, each computed when it is first asked for."""
+
+    def __init__(self, device: Device, scaled: bool, kept: int, out_bytes: int) -> None:
+        self._about = (device, scaled, kept, out_bytes)
+
+    def __missing__(self, config: TileConfig) -> _Tile:
+        tile = self[config] = _tile(config, *self._about)
+        return tile
 
 
-def _resident(problem: Problem, device: Device, config: TileConfig) -> int:
-    """Tiles that an SM holds at once, by shared memory, registers and warps."""
-    smem = config.smem_bytes(device, 4 if problem.out_dtype == "fp32" else 2) + 1024
-    registers = min(255, _registers(problem, device, config) + 50)
-    threads = 32 * config.num_warps
-    by_registers = int(65536 // (registers * threads))
-    return max(1, min(device.shared_memory // smem, by_registers, 64 // config.num_warps))
+@lru_cache(maxsize=64)
+def _tiles(device: Device, scaled: bool, kept: int, out_dtype: str) -> _Tiles:
+    return _Tiles(device, scaled, kept, 4 if out_dtype == "fp32" else 2)
 
 
-def _registers(problem: Problem, device: Device, config: TileConfig) -> float:
-    """Registers of one thread for sums, partial sums and operands."""
-    operands = 0.0 if config.from_shared(device) else config.operand_bytes / 4
-    return config.sums * sums_kept(problem) + _OPERAND_SHARE * operands
+def _tile(config: TileConfig, device: Device, scaled: bool, kept: int, out_bytes: int) -> _Tile:
+    group = config.from_shared(device)
+    stages, warps = config.num_stages, config.num_warps
+    operands = 0.0 if group else config.operand_bytes / 4
+    registers = config.sums * kept + _OPERAND_SHARE * operands
+    smem = config.smem_bytes(device, out_bytes) + 1024
+    by_registers = int(65536 // (min(255, registers + 50) * 32 * warps))
+    resident = max(1, min(device.shared_memory // smem, by_registers, 64 // warps))
+
+    multiply = _multiply_us(config, device) * (1 + _SPILL * max(0.0, registers - _FREE_REGISTERS))
+    multiply += config.block_m * config.block_n * _SCALE_US if scaled else 0.0
+    move = (config.block_m + config.block_n) * config.block_k / _L2_BYTES_PER_SM
+    in_flight = max(stages - 1 - _LAG, 0.35) if group else max(stages - 1, 1)
+    wait = _TRIP_US * (_GROUP_TRIPS if group else 1.0) / in_flight
+    step, ends = [], []
+    for count in range(1, resident + 1):
+        idle = 1.0 if group else min(1.0, count * warps / _BUSY_WARPS)
+        working, moving = count * multiply / idle, count * move
+        if stages == 1:
+            longest = working + moving + wait
+        else:
+            # the longest, and more where others are near: they get in each other's way
+            longest = (working**4 + moving**4 + wait**4) ** 0.25
+        step.append(longest + _STEP_US + (_SCALES_US if scaled else 0.0))
+        ends.append(_FILL * (working + moving))
+    return _Tile(resident, tuple(step), tuple(ends))
 
 
-def _multiply_us(problem: Problem, device: Device, config: TileConfig) -> float:
-    """One step of one tile, alone on its SM."""
+def _multiply_us(config: TileConfig, device: Device) -> float:
+    """One step's product of one tile, alone on its SM and without spilling."""
     sms = device.sms or 1
-    per_us = 1e6 * (device.fp8_tflops or 0.0) / sms
     elements = config.block_m * config.block_n
     if config.converts(device):
-        per_us = 1e6 * (device.bf16_tflops or 0.0) / sms * _FP16_SHARE
+        per_us = 1e6 * (device.bf16_tflops or 0.0) / sms
         codes = (config.block_m + config.block_n) * config.block_k
     else:
-        per_us *= _FP8_SHARE if elements >= 16384 else _FP8_SMALL_SHARE
+        share = _FP8_SHARE if elements >= 16384 else _FP8_SMALL_SHARE
+        per_us = 1e6 * (device.fp8_tflops or 0.0) / sms * share
         codes = 0
-    us = 2 * elements * config.block_k / per_us + codes * _CONVERT_US
-    over = max(0.0, _registers(problem, device, config) - _FREE_REGISTERS)
-    scaled = elements * _SCALE_US if scales_along_k(problem) else 0.0
-    return us * (1 + _SPILL * over) + scaled
+    return 2 * elements * config.block_k / per_us + codes * _CONVERT_US
