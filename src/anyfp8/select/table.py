@@ -184,12 +184,11 @@ class Tables:
                 lender = f" of {self.borrowed}" if self.borrowed else ""
                 reason = f"the row of M={m}{lender} says {what}"
                 return Found(backend, config, source, reason, table.header.provenance)
-        if self.tables or problem.n * problem.k > 1:
-            _say_once(
-                f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
-                f"{device.name}: the ranker decides; {file_name(device.name)} in ANYFP8_TABLE_DIR "
-                f"would be read, `anyfp8 tune {problem.n}x{problem.k}` writes it"
-            )
+        _say_once(
+            f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
+            f"{device.name}: the ranker decides; {file_name(device.name)} in ANYFP8_TABLE_DIR "
+            "would be read; `anyfp8 tables import` makes it from SGLang's or vLLM's files"
+        )
         return None
 
     def _winner(
