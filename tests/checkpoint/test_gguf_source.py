@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anyfp8.checkpoint import open_checkpoint, open_source, quantize_stream
+from anyfp8.checkpoint.gguf_file import read_gguf
 from anyfp8.checkpoint.gguf_source import unpermute
 from anyfp8.errors import CheckpointError
 from anyfp8.problem import Scheme
@@ -219,6 +220,18 @@ def test_other_architectures_tokenizers_and_tensors_are_refused(make_gguf):
         open_source(make_gguf(model="llama"))
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
         open_source(make_gguf(extra={"rope_freqs.weight": np.ones(8, np.float32)}))
+
+
+def test_the_header_is_read_as_the_gguf_package_reads_it(make_gguf):
+    path = make_gguf()
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert fields == ours.metadata
+    assert len(ours.tensors) == len(theirs.tensors) > 0
+    for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (a.name, a.tensor_type) == (b.name, b.tensor_type)
+        assert list(a.shape) == list(reversed(b.shape))
+        assert a.data.tobytes() == b.data.tobytes()
 
 
 @pytest.mark.parametrize("keep", [0, 10, 2000, -1000])

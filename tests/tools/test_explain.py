@@ -188,6 +188,18 @@ def test_fp8_arithmetic_starts_at_sm89_and_holds_for_unknown_gpus(gpu, quantizes
     assert {run.choice.quantizes for run in found.kinds[0].runs} == {quantizes}
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_gpu_from_the_future_takes_generic_triton_only(scheme):
+    model = Model("one", (Layer("one", Scheme.parse(scheme), 4096, 4096),), torch.bfloat16)
+    found = explain(model, find_device("sm_130"), M_GRID)
+    names = {run.choice.backend for run in found.kinds[0].runs}
+    assert names <= {"triton_row", "triton_block", "triton_w8a16"}
+    said = {backend: why for backend, why, _ in found.refused}
+    assert "cutlass" in said
+    if scheme.startswith("w8a8"):
+        assert said["torch_scaled_mm"].startswith("is not known to work on sm_130")
+
+
 def test_a_forward_pass_is_the_sum_of_its_layers(config_only):
     found = explain(read_model(str(config_only())), find_device("h200"), (1, 64))
     for i, m in enumerate((1, 64)):

@@ -1,7 +1,7 @@
 """GGUF file -> bf16 tensors under Hugging Face names, with config and tokenizer from its metadata.
 
 llama.cpp's one-file format: metadata, then tensors in block formats (Q4_1, Q8_0, ...). Used as a
-source to quantize from; the `gguf` package reads and dequantizes it.
+source to quantize from; the `gguf` package dequantizes it.
 
 The surprise: llama.cpp stores the rows of q_proj and k_proj of llama models permuted (its rotary
 embedding pairs neighbours, Hugging Face pairs halves). Loaded without undoing that, a model talks
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from anyfp8.checkpoint.files import TensorSpec
+from anyfp8.checkpoint.gguf_file import GgufFile, read_gguf
 from anyfp8.checkpoint.gguf_tokenizer import check_tokenizer, write_tokenizer
 from anyfp8.errors import CheckpointError, MissingPackage
 
@@ -55,7 +56,7 @@ class GgufSource:
     def __init__(self, path: Path) -> None:
         reader = _reader(path)
         self.path = path
-        self.metadata = dict(reader.fields.items())
+        self.metadata = reader.metadata
         architecture = self._value("general.architecture")
         if architecture != "llama":
             raise CheckpointError(
@@ -66,15 +67,13 @@ class GgufSource:
             )
         self._stored = {hf_name(t.name, path.name): t for t in reader.tensors}
         self.specs: Mapping[str, TensorSpec] = {
-            name: TensorSpec(name, "BF16", tuple(int(d) for d in reversed(t.shape)))
-            for name, t in self._stored.items()
+            name: TensorSpec(name, "BF16", t.shape) for name, t in self._stored.items()
         }
         self.config: Mapping[str, Any] = self._config()
         check_tokenizer(self._tokenizer(), path.name)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        field = self.metadata.get(key)
-        return default if field is None else field.contents()
+        return self.metadata.get(key, default)
 
     def _need(self, key: str) -> Any:
         value = self._value(key)
@@ -183,9 +182,9 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _reader(path: Path) -> Any:
+def _reader(path: Path) -> GgufFile:
     try:
-        from gguf import GGUFReader
+        return read_gguf(path)
     except ImportError as error:
         raise MissingPackage(
             "reading a GGUF file needs the gguf package",
@@ -193,9 +192,7 @@ def _reader(path: Path) -> Any:
             want="gguf >= 0.17",
             hint="pip install 'anyfp8[models]'",
         ) from error
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, OSError, KeyError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{path.name} is not a whole GGUF file",
             got=f"{type(error).__name__}: {error}",

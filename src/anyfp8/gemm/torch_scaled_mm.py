@@ -38,6 +38,9 @@ class TorchScaledMM(Backend):
         scheme, capability = problem.scheme, device.capability
         if device.arch.fp8 != "e4m3fn":
             return f"multiplies e4m3fn on FP8 units and {device.name} has none"
+        if not device.arch.features:
+            # newer than the catalogue of architectures
+            return f"is not known to work on {device.arch.name}: generic Triton code only"
         recipe = recipe_of(scheme)
         if recipe is None:
             return f"has no recipe for {scheme.name}"

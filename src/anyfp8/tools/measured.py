@@ -10,7 +10,7 @@ ranker took, which are the configurations that a plan may hold. No figure at the
 fit the model of our kernels.
 
 The surprise: all of it is one GPU. With one of its four shapes left out of a fit, nine in ten
-estimates of that shape were within 15 to 27 %; on other GPUs nobody knows.
+estimates of that shape were within 16 to 29 %; on other GPUs nobody knows.
 """
 
 from __future__ import annotations
