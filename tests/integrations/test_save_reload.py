@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import anyfp8
+from anyfp8.device import find_device
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.integrations.transformers import load, reload, save
 from anyfp8.tools.quantize import quantize_checkpoint
@@ -175,3 +176,21 @@ def test_kv_cache_scales_on_the_attention_module_survive_load_and_save(folders, 
     save(load(folder, device="cpu"), tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved["model.layers.0.self_attn.k_scale"].item() == 0.25
+
+
+def test_a_kv_cache_that_the_gpu_cannot_hold_is_named_while_loading(folders, monkeypatch, caplog):
+    import anyfp8.integrations.transformers as home
+
+    folder = folders[0]
+    monkeypatch.setattr(home, "device_of", lambda _: find_device("a100"))
+    load(folder, device="cpu")
+    assert "KV cache" not in caplog.text
+    plan = home.open_checkpoint
+    monkeypatch.setattr(home, "open_checkpoint", lambda *a, **k: with_kv_cache(plan(*a, **k)))
+    load(folder, device="cpu")
+    assert "NVIDIA A100-SXM4-80GB cannot hold the E4M3 KV cache" in caplog.text
+
+
+def with_kv_cache(checkpoint):
+    object.__setattr__(checkpoint.plan, "kv_cache", "FP8")
+    return checkpoint

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from anyfp8.checkpoint import open_checkpoint
+from anyfp8.checkpoint.kv_cache import kv_cache_refusal
 from anyfp8.checkpoint.rules import Rule
 from anyfp8.checkpoint.sources import is_quantized, open_source
+from anyfp8.device import device_of
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
 from anyfp8.integrations.filling import (
     Step,
@@ -99,6 +101,9 @@ def load(
         plan = checkpoint.plan
         for warning in plan.warnings:
             log.warning("%s: %s", plan.path.name, warning)
+        refusal = kv_cache_refusal(plan.kv_cache, device_of(device))
+        if refusal is not None:
+            log.warning("%s; here it is kept in 16 bits", refusal.what)
         model = skeleton(plan.config, dtype)
         parallel = share_out(model, group) if group is not None else None
         for name, layer in plan.layers.items():
