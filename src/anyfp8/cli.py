@@ -38,6 +38,12 @@ Exclude = Annotated[
     list[str] | None,
     typer.Option(help="Layers left in 16 bits; names, globs or re:...  [default: lm_head]"),
 ]
+DynamicFallback = Annotated[
+    bool,
+    typer.Option(
+        "--dynamic-fallback", help="Quantize x dynamically where a static scale is unusable."
+    ),
+]
 Text = Annotated[Path | None, typer.Option(help="UTF-8 text  [default: one that ships in Python]")]
 
 
@@ -113,6 +119,7 @@ def run(
     raw: Annotated[bool, typer.Option(help="Continue the text; no chat template.")] = False,
     device: Device = None,
     emulate: Emulate = None,
+    dynamic_fallback: DynamicFallback = False,
     backend: Annotated[str | None, typer.Option(help="Force one backend.")] = None,
     json: Json = False,
 ) -> None:
@@ -127,6 +134,7 @@ def run(
         raw=raw,
         device=device,
         emulate=emulate,
+        dynamic_fallback=dynamic_fallback,
         backend=backend,
         as_json=json,
     )
@@ -150,6 +158,7 @@ def evaluate(
     ] = None,
     device: Device = None,
     emulate: Emulate = None,
+    dynamic_fallback: DynamicFallback = False,
     json: Json = False,
 ) -> None:
     """Perplexity, agreement with 16 bits, bad layers."""
@@ -165,6 +174,7 @@ def evaluate(
         scheme=scheme,
         device=device,
         emulate=emulate,
+        dynamic_fallback=dynamic_fallback,
         as_json=json,
     )
 
@@ -173,12 +183,13 @@ def evaluate(
 def inspect(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, FP8 or 16-bit; or a GGUF file.")],
     layers: Annotated[bool, typer.Option(help="A line for every layer, with scales.")] = False,
+    dynamic_fallback: DynamicFallback = False,
     json: Json = False,
 ) -> None:
     """What each layer is: scheme, shapes, scales."""
     from anyfp8.tools import inspect as tool
 
-    tool.command(model, layers=layers, as_json=json)
+    tool.command(model, layers=layers, dynamic_fallback=dynamic_fallback, as_json=json)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from anyfp8.checkpoint import open_checkpoint, read_plan
 from anyfp8.errors import CheckpointError
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import Scheme
-from anyfp8.reference import dequantize
+from anyfp8.reference import dequantize, quantize_per_tensor
 from anyfp8.select import Request
 
 K_PROJ = "model.layers.0.self_attn.k_proj"
@@ -132,6 +132,33 @@ def test_prepared_layers_are_within_activation_rounding_of_the_official_runtimes
         layer.prepare()
         # E4M3 rounds to 3 mantissa bits: 0.026 relative on normal values
         assert (layer(x) - y).float().norm() / y.float().norm() < 0.033
+
+
+STATIC = ["compressed-tensors-static", "quark"]
+
+
+@pytest.mark.parametrize("folder", STATIC)
+def test_static_outputs_are_the_official_ones_given_their_16_bit_division(data, folder):
+    for name, (x, y, w) in official(data, folder).items():
+        layer = open_checkpoint(data / folder).layer(name)
+        weight = dequantize(layer.weight, torch.bfloat16)
+        if w.dtype == torch.float8_e4m3fn:
+            # Quark's runtime keeps the codes
+            assert torch.equal(layer.weight.codes[:8], w.view(torch.uint8))
+        else:
+            assert torch.equal(weight[:8], w)
+        # those runtimes round x / scale to bf16 and then to FP8, twice in all
+        assert torch.equal(torch.nn.functional.linear(fake_quantized(x, layer, True), weight), y)
+        # NUMERICS: an fp32 scale and its fp32 reciprocal, one rounding
+        ours = quantize_per_tensor(x, layer.input_scale)
+        reciprocal = 1 / layer.input_scale.double()
+        once = (x.double() * reciprocal.float().double()).float().clamp(-448, 448)
+        assert torch.equal(ours.codes, once.to(torch.float8_e4m3fn).view(torch.uint8))
+        twice = (x / layer.input_scale.to(x.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        moved = (twice.view(torch.uint8).int() - ours.codes.int()).abs()
+        # a user sees some codes one step apart, none further
+        assert 0 < (moved != 0).float().mean() < 0.1
+        assert moved.max() == 1
 
 
 def test_uninitialised_static_scales_are_refused_by_name(data):

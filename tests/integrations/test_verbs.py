@@ -1,11 +1,14 @@
 """The verbs as a person meets them: stdout, stderr, exit status, and nothing half-written."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from anyfp8.tools.quantize import quantize_checkpoint
 
@@ -178,3 +181,35 @@ def test_version_and_help_need_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "quantize" in done.stdout
+
+
+STATIC = Path(__file__).parents[1] / "data" / "checkpoints" / "finegrained-static"
+SCALE = "model.layers.0.self_attn.q_proj.activation_scale"
+
+
+def test_unusable_static_scales_are_refused_by_name_unless_asked(call):
+    status, _, err = call("inspect", STATIC)
+    assert status == 1
+    assert f"cannot use the scale {SCALE}" in err
+    assert "--dynamic-fallback" in err
+    status, out, err = call("inspect", STATIC, "--dynamic-fallback")
+    assert status == 0
+    assert "w8a8-tensor-dynamic" in out
+    assert "activations quantized dynamically: model.layers.0.self_attn.q_proj" in err
+
+
+def test_run_and_eval_fall_back_when_asked(call, checkpoint, tmp_path):
+    folder = tmp_path / "unusable"
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.input_scale"
+    save_file(tensors | {name: torch.zeros(())}, folder / "model.safetensors", {"format": "pt"})
+    run = ("run", folder, "-p", "Hi", "--raw", "--max-tokens", 2)
+    measure = ("eval", folder, "--windows", 1, "--length", 32)
+    for verb in (run, measure):
+        status, _, err = call(*verb)
+        assert status == 1
+        assert name in err
+        status, _, err = call(*verb, "--dynamic-fallback")
+        assert status == 0
+        assert "1 layers w8a8-tensor-dynamic" in err

@@ -7,7 +7,7 @@ both.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.checkpoint import Checkpoint, LayerData, Source
+from anyfp8.checkpoint.files import TensorSpec
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.linear import Fp8Linear
@@ -27,6 +28,31 @@ Step = Callable[[int, int], None]
 
 # written by old tools into 16-bit checkpoints; every model computes them
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$", r"\.attn\.bias$")
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def check_places(model: Any, tensors: Mapping[str, TensorSpec]) -> None:
+    """Refuse what the model, still on meta, cannot take, before anything is read.
+
+    Args:
+        tensors: everything in the files.
+
+    Raises:
+        CheckpointError: experts that the model fuses into one parameter.
+    """
+    expert = next((name for name in tensors if _EXPERT.search(name)), None)
+    if expert is None:
+        return
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            raise CheckpointError(
+                f"the expert {expert} has no place of its own in {type(model).__name__}",
+                got=f"{name} {list(parameter.shape)}, all experts of a layer in one parameter",
+                want="a model whose experts are linear layers",
+                hint="an engine with its own experts, such as SGLang or vLLM, reads these files",
+            )
 
 
 def fill_quantized(

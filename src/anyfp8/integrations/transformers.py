@@ -25,6 +25,7 @@ from anyfp8.device import device_of
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
 from anyfp8.integrations.filling import (
     Step,
+    check_places,
     fill_quantized,
     fill_source,
     finish,
@@ -105,6 +106,7 @@ def load(
         if refusal is not None:
             log.warning("%s; here it is kept in 16 bits", refusal.what)
         model = skeleton(plan.config, dtype)
+        check_places(model, plan.files.tensors)
         parallel = share_out(model, group) if group is not None else None
         for name, layer in plan.layers.items():
             place = (
@@ -120,6 +122,7 @@ def load(
     else:
         source = open_source(path)
         model = skeleton(source.config, dtype)
+        check_places(model, source.specs)
         parallel = share_out(model, group) if group is not None else None
         parsed = _parsed(scheme)
         fill_source(model, source, parsed, list(exclude), parallel, device, request, progress)

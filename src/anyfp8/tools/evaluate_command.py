@@ -31,6 +31,7 @@ def command(
     scheme: str | None,
     device: str | None,
     emulate: str | None,
+    dynamic_fallback: bool,
     as_json: bool,
 ) -> None:
     """The verb. Exit status 1 when a layer is past its bound or the perplexity is not finite."""
@@ -38,7 +39,12 @@ def command(
     content, title = read_text(text)
     pieces = cut(load_tokenizer(path), content, length, windows)
     model = load_model(
-        path, device=device, scheme=scheme, emulate=emulated, title=f"loading {path}"
+        path,
+        device=device,
+        scheme=scheme,
+        emulate=emulated,
+        dynamic_fallback=dynamic_fallback,
+        title=f"loading {path}",
     )
     original = None
     if source is not None:

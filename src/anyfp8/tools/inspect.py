@@ -13,15 +13,15 @@ from anyfp8.checkpoint.kv_cache import kv_scales
 from anyfp8.tools import console
 
 
-def describe(path: str | Path) -> dict[str, Any]:
-    """Everything that `inspect` prints, as plain data.
+def describe(path: str | Path, *, dynamic_fallback: bool = False) -> dict[str, Any]:
+    """Everything that `inspect` prints, as plain data; `dynamic_fallback` as in `load`.
 
     Raises:
         CheckpointError: the files are not consistent; names the file and the tensor.
     """
     if not is_quantized(path):
         return _describe_source(path)
-    checkpoint = Checkpoint(read_plan(path, strict=False))
+    checkpoint = Checkpoint(read_plan(path, strict=False, dynamic_fallback=dynamic_fallback))
     plan = checkpoint.plan
     return {
         "path": str(path),
@@ -164,9 +164,9 @@ def _range(low: float, high: float) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} .. {high:.4g}"
 
 
-def command(path: str, *, layers: bool, as_json: bool) -> None:
+def command(path: str, *, layers: bool, dynamic_fallback: bool, as_json: bool) -> None:
     """The verb. Exit status 1 when a tensor has no place."""
-    found = describe(path)
+    found = describe(path, dynamic_fallback=dynamic_fallback)
     for warning in found.get("warnings", []):
         console.talk(f"warning: {warning}")
     if as_json:

@@ -32,6 +32,7 @@ def load_model(
     emulate: bool = False,
     weight_only: bool | None = None,
     backend: str | None = None,
+    dynamic_fallback: bool = False,
     title: str = "loading",
 ) -> Any:
     """Load with progress; what every verb that runs a model uses."""
@@ -49,6 +50,7 @@ def load_model(
             device=device,
             scheme=None if scheme is None else parse_scheme(scheme),
             request=request,
+            dynamic_fallback=dynamic_fallback,
             progress=lambda done, total: shown.step(done, f"of {total}"),
         )
 
@@ -161,6 +163,7 @@ def command(
     raw: bool,
     device: str | None,
     emulate: str | None,
+    dynamic_fallback: bool,
     backend: str | None,
     as_json: bool,
 ) -> None:
@@ -176,6 +179,7 @@ def command(
         scheme=scheme,
         emulate=emulated,
         backend=backend,
+        dynamic_fallback=dynamic_fallback,
         title=f"loading {path}",
     )
     lines = serving(model)
