@@ -21,6 +21,9 @@ from anyfp8.checkpoint.scales import canonical_scale
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
+# searched for NaN codes at a time
+_NAN_BYTES = 1 << 18
+
 
 @dataclass(frozen=True, eq=False)
 class LayerData:
@@ -126,10 +129,12 @@ def open_checkpoint(
 
 
 def _refuse_nan(codes: torch.Tensor, stored: StoredTensor) -> None:
-    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima instead of a mask, and
-    # numpy's, which are many times as fast as torch's on bytes
-    values = codes.numpy()
-    if values.max() != 0xFF and values.view("int8").max() != 0x7F:
+    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima instead of a mask, of
+    # what the cache holds, and numpy's, which are many times as fast as torch's on bytes
+    parts = (
+        codes.view(-1)[i : i + _NAN_BYTES].numpy() for i in range(0, codes.numel(), _NAN_BYTES)
+    )
+    if all(part.max() != 0xFF and part.view("int8").max() != 0x7F for part in parts):
         return
     bad = ((codes & 0x7F) == 0x7F).nonzero()
     raise CheckpointError(
