@@ -325,7 +325,7 @@ class _Planner:
             if not static:
                 raise
             if not self.dynamic_fallback:
-                error.hint = "calibrate it again, or load with dynamic_fallback=True (--dynamic-fallback)"
+                error.hint = "calibrate it again, or --dynamic-fallback (dynamic_fallback=True)"
                 raise
             self._note("no usable input_scale, activations quantized dynamically", module)
             return replace(scheme, dynamic=True), None
