@@ -1,0 +1,92 @@
+"""anyfp8 bench quantize, gemm, linear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+Peers = Annotated[
+    Path | None, typer.Option(help="Folder with other libraries: sglC.so, vllmC.so, fbgC.so, dg.")
+]
+Ms = Annotated[str | None, typer.Option("--m", help="Rows, such as 1,16,4096.")]
+Lines = Annotated[Path | None, typer.Option("--json", help="Write JSON Lines here; - for stdout.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(help="A model such as qwen3-8b, or N,K; may be repeated  [default: qwen3-8b]"),
+]
+SchemeName = Annotated[str, typer.Option(help="Scheme of the layers.")]
+Accumulate = Annotated[str, typer.Option(help="auto, fast or fp32_128.")]
+KillSwitch = Annotated[
+    str, typer.Option(help="off: what the selection chooses; on: the default path; or both.")
+]
+Every = Annotated[bool, typer.Option("--all-backends", help="Race each willing backend too.")]
+SlowPeers = Annotated[bool, typer.Option("--slow-peers", help="Those that tune for minutes too.")]
+Seconds = Annotated[float, typer.Option(help="For everything; rounds shrink to fit.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Most paired rounds of a run.")]
+Seed = Annotated[int | None, typer.Option(help="Of the data  [default: the time]")]
+Warm = Annotated[bool, typer.Option(help="Compile in parallel processes first.")]
+
+
+@group.command("quantize")
+def bench_quantize(
+    kinds: Annotated[str, typer.Option(help="token,group,group-column  [default: all]")] = "",
+    k: Annotated[str | None, typer.Option("--k", help="Columns, such as 4096,12288.")] = None,
+    m: Ms = None,
+    peers: Peers = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all results here.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Independent races; all must agree.")] = 2,
+    rounds: Rounds = 15,
+) -> None:
+    """The activation quantizers."""
+    from anyfp8.tools import bench_command as tool
+
+    tool.quantize_command(kinds=kinds, k=k, m=m, peers=peers, out=json, runs=runs, rounds=rounds)
+
+
+@group.command("gemm")
+def bench_gemm(
+    shapes: Shapes = None,
+    m: Ms = None,
+    scheme: SchemeName = "w8a8-channel-token",
+    accumulate: Accumulate = "auto",
+    kill_switch: KillSwitch = "both",
+    all_backends: Every = False,
+    peers: Peers = None,
+    slow_peers: SlowPeers = False,
+    seconds: Seconds = 150.0,
+    rounds: Rounds = 15,
+    seed: Seed = None,
+    warm: Warm = True,
+    json: Lines = None,
+) -> None:
+    """Products of quantized operands. Exit status 1 when one of ours is wrong."""
+    _bench(**locals(), op="gemm")
+
+
+@group.command("linear")
+def bench_linear(
+    shapes: Shapes = None,
+    m: Ms = None,
+    scheme: SchemeName = "w8a8-channel-token",
+    accumulate: Accumulate = "auto",
+    kill_switch: KillSwitch = "both",
+    all_backends: Every = False,
+    peers: Peers = None,
+    slow_peers: SlowPeers = False,
+    seconds: Seconds = 150.0,
+    rounds: Rounds = 15,
+    seed: Seed = None,
+    warm: Warm = True,
+    json: Lines = None,
+) -> None:
+    """Layers: bf16 in, quantization included. Exit status 1 when one of ours is wrong."""
+    _bench(**locals(), op="linear")
+
+
+def _bench(*, op: str, shapes: list[str] | None, json: Path | None, **options: Any) -> None:
+    from anyfp8.tools import bench_command as tool
+
+    tool.multiply_command(op, shapes=shapes or ["qwen3-8b"], out=json, **options)

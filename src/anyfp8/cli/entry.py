@@ -1,0 +1,53 @@
+"""From the process to a verb and back: log level, errors in four lines, exit status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from anyfp8 import env
+from anyfp8.cli.verbs import app
+from anyfp8.errors import AnyFp8Error, EnvError, InputError, MissingPackage
+
+
+def main() -> None:
+    """Entry point: run a verb; a user's error is four lines on stderr, never a traceback."""
+    try:
+        level = env.text("ANYFP8_LOG") or "warning"
+        logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
+        # by name: `python -m anyfp8` and test runners would be named otherwise
+        app(prog_name="anyfp8")
+    except AnyFp8Error as error:
+        _tell(error)
+        usage = isinstance(error, (InputError, EnvError)) and not isinstance(error, MissingPackage)
+        sys.exit(2 if usage else 1)
+    except ValueError as error:
+        if "Unknown level" not in str(error):
+            raise
+        _tell(
+            EnvError(
+                "cannot read the environment variable ANYFP8_LOG",
+                got=os.environ.get("ANYFP8_LOG", ""),
+                want="debug, info, warning or error",
+                hint="unset ANYFP8_LOG, or set it to one of these",
+            )
+        )
+        sys.exit(2)
+    except BrokenPipeError:
+        # the reader of a pipe left: not our problem, and no traceback either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _tell(error: AnyFp8Error) -> None:
+    print(f"error: {error.what}", file=sys.stderr)
+    for label in ("got", "want", "hint"):
+        text = getattr(error, label)
+        if text:
+            print(f"{label if label == 'hint' else '  ' + label}: {text}", file=sys.stderr)
+    for name, reason in getattr(error, "reasons", {}).items():
+        print(f"  {name} was refused because it {reason}", file=sys.stderr)

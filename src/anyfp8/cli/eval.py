@@ -1,0 +1,47 @@
+"""anyfp8 eval MODEL."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from anyfp8.cli.options import Device, DynamicFallback, Emulate, Json, Model, Text
+
+
+def evaluate(
+    model: Model,
+    text: Text = None,
+    source: Annotated[
+        str | None, typer.Option(help="16-bit original: adds KL, top-1 and per-layer errors.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    bound: Annotated[
+        float | None,
+        typer.Option(help="Largest relative error of a layer  [default: from fresh rounding]"),
+    ] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="Quantize a 16-bit checkpoint while loading.")
+    ] = None,
+    device: Device = None,
+    emulate: Emulate = None,
+    dynamic_fallback: DynamicFallback = False,
+    json: Json = False,
+) -> None:
+    """Perplexity, agreement with 16 bits, bad layers."""
+    from anyfp8.tools import evaluate_command as tool
+
+    tool.command(
+        model,
+        text=text,
+        source=source,
+        windows=windows,
+        length=length,
+        bound=bound,
+        scheme=scheme,
+        device=device,
+        emulate=emulate,
+        dynamic_fallback=dynamic_fallback,
+        as_json=json,
+    )
