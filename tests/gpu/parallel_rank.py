@@ -1,0 +1,275 @@
+"""Two ranks against one: TP = 2 of a Qwen3-8B-shaped stack, judged and timed; a torchrun program.
+
+Each rank loads the whole model and its own half, on its own device. Two judgements:
+
+* every row-parallel linear on equal inputs, element by element. A rank's sum is rounded to bf16
+  before the ranks are added, and the total once more; one rank alone rounds once. A rounding is at
+  most 2^-8 of its value, so they differ by 2^-8 (|p0| + |p1| + |y| + |y1|) at most, beside what
+  FP8 units with a short accumulator leave open.
+  Where activations are quantized per token, a rank sees its own columns only and takes a scale of
+  its own: such layers are judged by the second rule alone.
+* the model's outputs against its own weights in fp32 with activations in fp32: two ranks may err
+  at most 1.1 times what one does.
+
+Times are medians, of the slower rank, for the stack of decoder layers; under a CUDA graph for
+decode steps, where one can be captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import anyfp8
+from anyfp8 import Fp8Linear, Request, Scheme, reference
+from anyfp8.checkpoint import LayerData, save_checkpoint
+from anyfp8.integrations.transformers import skeleton
+
+SCHEMES = ("w8a8-block128x128-group128", "w8a8-channel-token")
+# what a sum of 32 products may lose in an accumulator of 13 bits below its largest term
+SHORT = 2.0**-13
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="where checkpoints go")
+    parser.add_argument("out", type=Path, help="JSON lines")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=12288)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[2048])
+    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    return parser.parse_args()
+
+
+def write(folder: Path, scheme: Scheme, given: argparse.Namespace, device: torch.device) -> None:
+    """A random Qwen3 in FP8."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": given.vocab,
+        "hidden_size": given.hidden,
+        "intermediate_size": given.ffn,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": given.heads,
+        "num_key_value_heads": given.kv_heads,
+        "head_dim": given.head_dim,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    model = skeleton(config)
+    generator = torch.Generator(device=device).manual_seed(0)
+    layers, plain = [], {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if len(shape) == 1:
+            plain[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        w = torch.randn(shape, generator=generator, device=device) / shape[1] ** 0.5
+        if "embed" in name or "lm_head" in name:
+            plain[name] = w.bfloat16().cpu()
+            continue
+        q = reference.quantize_weight(w, scheme)
+        q = anyfp8.QTensor(q.codes.cpu(), q.scale.cpu(), q.block)
+        layers.append(LayerData(name.removesuffix(".weight"), scheme, q))
+    save_checkpoint(folder, config=config, layers=layers, plain=plain)
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids, use_cache=False).logits.double()
+
+
+def error(y: torch.Tensor, want: torch.Tensor) -> float:
+    return float((y - want).norm() / want.norm())
+
+
+def row_parallel(whole, half, device: torch.device) -> tuple[float, int]:
+    """The largest difference / bound over the row-parallel linears, and how many there are."""
+    rank, worst, count = dist.get_rank(), 0.0, 0
+    linears = dict(whole.named_modules())
+    generator = torch.Generator(device=device).manual_seed(1)
+    for name, module in half.named_modules():
+        if not isinstance(module, Fp8Linear) or module.in_features == linears[name].in_features:
+            continue
+        full, width = linears[name], module.in_features
+        x = torch.randn(7, full.in_features, generator=generator, device=device).bfloat16()
+        part = x[:, rank * width : (rank + 1) * width].contiguous()
+        with torch.inference_mode():
+            y, alone = module(part).double(), full(x).double()
+            magnitude = module.forward(part).double().abs()
+            dist.all_reduce(magnitude)
+            # |x| · |W|, an upper bound of every partial sum
+            q = anyfp8.QTensor(full.weight, full.weight_scale, full.scheme.block)
+            w = reference.dequantize(q)
+            terms = x.double().abs() @ w.double().abs().T
+        bound = 2**-8 * (magnitude + y.abs() + alone.abs()) + SHORT * terms
+        worst, count = max(worst, float(((y - alone).abs() / bound).max())), count + 1
+    return worst, count
+
+
+def stack(model, x: torch.Tensor):
+    """The decoder layers on hidden states [B, T, hidden], as a call without arguments."""
+    positions = torch.arange(x.shape[1], device=x.device)[None]
+    rope = model.model.rotary_emb(x, positions)
+
+    def run() -> torch.Tensor:
+        h = x
+        for layer in model.model.layers:
+            h = layer(h, position_embeddings=rope, position_ids=positions, attention_mask=None)
+        return h
+
+    return run
+
+
+def graphed(run):
+    """The call as a CUDA graph's replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def median_us(call, device: torch.device, replays: int) -> float:
+    for _ in range(5 if device.type == "cuda" else 1):
+        call()
+    times = []
+    for _ in range(replays):
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * start.elapsed_time(stop))
+        else:
+            begin = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - begin))
+    slower = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+    return round(float(slower), 2)
+
+
+def timed(models, given: argparse.Namespace, device: torch.device) -> list[dict]:
+    """Eager first, on every shape: a capture that fails must not cost these figures."""
+    shapes = [(m, 1) for m in given.decode] + [(1, t) for t in given.prefill]
+    rows = []
+    with torch.inference_mode():
+        for graph in (False, True) if device.type == "cuda" else (False,):
+            for batch, length in shapes:
+                x = torch.randn(batch, length, given.hidden, device=device).bfloat16()
+                row: dict = {"batch": batch, "tokens": length, "cuda_graph": graph}
+                for ranks, model in models.items():
+                    run = stack(model, x)
+                    run()
+                    call = graphed(run) if graph else run
+                    row[f"tp{ranks}_us"] = median_us(call, device, given.replays)
+                row["speedup"] = round(row["tp1_us"] / row["tp2_us"], 3)
+                rows.append(row)
+    return rows
+
+
+def judge(scheme: str, given: argparse.Namespace, device: torch.device) -> dict:
+    folder = given.folder / scheme
+    started = time.perf_counter()
+    if dist.get_rank() == 0:
+        write(folder, Scheme.parse(scheme), given, device)
+    dist.barrier()
+    marks = {"write": time.perf_counter() - started}
+    start = time.perf_counter()
+    whole = anyfp8.load(folder, device=device)
+    marks["load_tp1"] = time.perf_counter() - start
+    start = time.perf_counter()
+    half = anyfp8.load(folder, device=device, tp=2)
+    marks["load_tp2"] = time.perf_counter() - start
+    ids = torch.arange(3, 67, device=device)[None] % given.vocab
+    start = time.perf_counter()
+    one, two = logits(whole, ids), logits(half, ids)
+    marks["first_run"] = time.perf_counter() - start
+    exact = anyfp8.load(
+        folder,
+        device=device,
+        dtype=torch.float32,
+        request=Request(backend="dequant", force_weight_only=True),
+    )
+    want = logits(exact, ids)
+    del exact
+    others = [torch.empty_like(two) for _ in range(2)]
+    dist.all_gather(others, two)
+    found = {
+        "scheme": scheme,
+        "layers": given.layers,
+        "hidden": given.hidden,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "ranks_equal": bool(torch.equal(others[0], others[1])),
+        "error_tp1": error(one, want),
+        "error_tp2": error(two, want),
+        "tp2_against_tp1": error(two, one),
+        "top1_agreement": float((two.argmax(-1) == one.argmax(-1)).double().mean()),
+        "bytes_tp1": sum(m.nbytes for m in whole.modules() if isinstance(m, Fp8Linear)),
+        "bytes_tp2": sum(m.nbytes for m in half.modules() if isinstance(m, Fp8Linear)),
+        "seconds": marks,
+    }
+    found["row_parallel_over_bound"], found["row_parallel_layers"] = row_parallel(
+        whole, half, device
+    )
+    equal = "token" in scheme or found["row_parallel_over_bound"] <= 1
+    near = found["error_tp2"] <= 1.1 * found["error_tp1"] + 1e-6
+    found["equal"] = bool(equal and near and found["ranks_equal"])
+    report(given.out, found)
+    found["times"] = timed({1: whole, 2: half}, given, device)
+    found["seconds"]["all"] = time.perf_counter() - started
+    return found
+
+
+def report(out: Path, found: dict) -> None:
+    """One line of JSON; a later line of the same scheme has more."""
+    if dist.get_rank() == 0:
+        with out.open("a") as handle:
+            handle.write(json.dumps(found) + "\n")
+
+
+def main() -> None:
+    given = arguments()
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    for scheme in given.schemes:
+        found = judge(scheme, given, device)
+        report(given.out, found)
+    # nobody may leave while another still talks: gloo aborts the one that is left
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
