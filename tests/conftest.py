@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from anyfp8 import reference
+
+SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +43,18 @@ def call(monkeypatch, capsys):
         return status, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def hold_to_schema():
+    """Check what a verb printed with `--json`, already parsed, against docs/schemas/NAME.json."""
+    import jsonschema
+
+    def hold(name, found):
+        schema = json.loads((SCHEMAS / f"{name}.json").read_text())
+        jsonschema.Draft202012Validator(schema).validate(found)
+
+    return hold
 
 
 @pytest.fixture

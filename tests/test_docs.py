@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -122,73 +121,6 @@ def wording(text: str) -> list[str]:
     text = re.sub(r"(?m)^  M=.*\n", "", text)
     text = re.sub(r"\d[\w.+]*", "#", re.sub(r"-{3,}", "", text))
     return [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
-
-
-def complaints(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
-    """What of a value is not as its schema says; the part of JSON Schema that ours use."""
-    kinds = {
-        "object": dict,
-        "array": list,
-        "string": str,
-        "boolean": bool,
-        "null": type(None),
-        "number": (int, float),
-        "integer": int,
-    }
-    if "enum" in schema:
-        return [] if value in schema["enum"] else [f"{where}: {value!r}"]
-    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    right = any(
-        isinstance(value, kinds[n]) and (n == "boolean" or not isinstance(value, bool))
-        for n in names
-    )
-    if not right:
-        return [f"{where}: {value!r} is no {' or '.join(names)}"]
-    found = []
-    if isinstance(value, list) and "items" in schema:
-        for i, item in enumerate(value):
-            found += complaints(item, schema["items"], f"{where}[{i}]")
-    if isinstance(value, dict) and "properties" in schema:
-        properties = schema["properties"]
-        found += [f"{where}: no {name}" for name in schema["required"] if name not in value]
-        if not schema.get("additionalProperties", True):
-            found += [
-                f"{where}: {name} is not described" for name in value if name not in properties
-            ]
-        for name, item in value.items():
-            if name in properties:
-                found += complaints(item, properties[name], f"{where}.{name}")
-    return found
-
-
-CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments"),
-    [
-        ("explain", ["explain", "6144,4096", "--device", "h200", "--device", "sm_130"]),
-        ("explain", ["explain", str(CHECKPOINTS / "modelopt-fp8"), "--device", "a100"]),
-        ("doctor", ["doctor"]),
-        ("env", ["env"]),
-        ("inspect", ["inspect", str(CHECKPOINTS / "quark-kv")]),
-        ("inspect", ["inspect", str(CHECKPOINTS / "bf16")]),
-        ("tables", ["tables", "list"]),
-    ],
-)
-def test_json_is_as_its_schema_says(call, schema, arguments):
-    described = json.loads((DOCS / "schemas" / f"{schema}.json").read_text())
-    assert complaints(json.loads(call([*arguments, "--json"])), described) == []
-
-
-def test_the_check_of_schemas_finds_faults():
-    schema = json.loads((DOCS / "schemas" / "env.json").read_text())
-    row = env_command.rows()[0]
-    assert complaints([row], schema) == []
-    assert complaints([row | {"extra": 1}], schema)
-    assert complaints([{k: v for k, v in row.items() if k != "value"}], schema)
-    assert complaints([row | {"value": 3}], schema)
-    assert complaints(row, schema)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -34,10 +34,11 @@ def test_quantize_says_what_it_wrote_and_what_to_do_next(call, tiny, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["fp8"]
 
 
-def test_quantize_with_json_prints_one_document(call, tiny, tmp_path):
+def test_quantize_with_json_prints_one_document(call, hold_to_schema, tiny, tmp_path):
     status, out, _ = call("quantize", tiny, tmp_path / "x", "--scheme", "fp8-channel", "--json")
     assert status == 0
     found = json.loads(out)
+    hold_to_schema("quantize", found)
     assert found["scheme"] == "w8a8-channel-token"
     assert len(found["layers"]) == 14
 
@@ -84,7 +85,7 @@ def test_quantize_refuses_an_fp8_checkpoint(call, checkpoint, tmp_path):
     assert "is quantized already" in err
 
 
-def test_run_prints_text_and_names_the_kernels(call, checkpoint):
+def test_run_prints_text_and_names_the_kernels(call, hold_to_schema, checkpoint):
     status, _, err = call("run", checkpoint, "-p", "abc", "--max-tokens", 4)
     assert status == 0
     assert "14 layers w8a8-tensor-static: dequant (activations in 16 bits" in err
@@ -94,6 +95,7 @@ def test_run_prints_text_and_names_the_kernels(call, checkpoint):
     )
     assert status == 0
     found = json.loads(again)
+    hold_to_schema("run", found)
     assert "activations quantized" in found["layers"][0]
     assert found["prompt_tokens"] == 3
 
@@ -107,7 +109,7 @@ def test_run_refuses_an_empty_prompt_and_a_forced_backend_that_cannot(call, chec
     assert "no such backend" in err
 
 
-def test_eval_compares_with_the_source(call, checkpoint, tiny, tmp_path):
+def test_eval_compares_with_the_source(call, hold_to_schema, checkpoint, tiny, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     options = ("--source", tiny, "--text", text, "--windows", 2, "--length", 64)
@@ -118,6 +120,7 @@ def test_eval_compares_with_the_source(call, checkpoint, tiny, tmp_path):
     status, out, _ = call("eval", checkpoint, *options, "--bound", 0.001, "--json")
     assert status == 1
     found = json.loads(out)
+    hold_to_schema("eval", found)
     assert found["first_suspect"] == "model.layers.0.self_attn.q_proj"
     assert found["tokens"] == 2 * 63
 

@@ -7,9 +7,10 @@ then, so that long work is never silent and logs stay short.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +29,18 @@ def data(text: str) -> None:
 
 
 def data_json(value: Any) -> None:
-    """The result as one JSON document, on stdout."""
-    print(json.dumps(value, indent=2, default=str), flush=True)
+    """The result as one JSON document, on stdout; NaN and infinity, which JSON lacks, are null."""
+    print(json.dumps(_finite(value), indent=2, default=str, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 class Progress:
