@@ -1,4 +1,4 @@
-"""anyfp8 bench quantize, gemm, linear."""
+"""anyfp8 bench quantize, gemm, linear, decode."""
 
 from __future__ import annotations
 
@@ -84,6 +84,37 @@ def bench_linear(
 ) -> None:
     """Layers: bf16 in, quantization included. Exit status 1 when one of ours is wrong."""
     _bench(**locals(), op="linear")
+
+
+@group.command("decode")
+def bench_decode(
+    model: Annotated[
+        str, typer.Option(help="qwen3-8b, llama-3-70b, or a config.json.")
+    ] = "qwen3-8b",
+    tp: Annotated[int, typer.Option(min=1, help="One rank of so many.")] = 1,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Build so many and extrapolate  [default: all]")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
+    context: Annotated[int, typer.Option(min=1, help="Tokens a step attends to.")] = 1024,
+    prefill: Annotated[int, typer.Option(min=0, help="Tokens of a prompt; 0: none.")] = 512,
+    scheme: SchemeName = "w8a8-channel-token",
+    kill_switch: KillSwitch = "both",
+    bf16: Annotated[bool, typer.Option(help="Race a bf16 stack too.")] = True,
+    seconds: Seconds = 100.0,
+    rounds: Rounds = 15,
+    seed: Seed = None,
+    warm: Warm = True,
+    json: Lines = None,
+) -> None:
+    """A decoder stack: TPOT and prefill. Exit status 1 when one of ours is wrong."""
+    from anyfp8.tools import bench_command as tool
+
+    tool.decode_command(
+        model, tp=tp, layers=layers, batch=batch, context=context, prefill=prefill, scheme=scheme,
+        kill_switch=kill_switch, dense=bf16, seconds=seconds, rounds=rounds, seed=seed, warm=warm,
+        out=json,
+    )  # fmt: skip
 
 
 def _bench(*, op: str, shapes: list[str] | None, json: Path | None, **options: Any) -> None:

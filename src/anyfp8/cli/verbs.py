@@ -35,7 +35,7 @@ VERBS = {
 }
 GROUPS = {
     "tables": (tables.group, "Tuned tables: list, show, check, import, export."),
-    "bench": (bench.group, "Timed against other libraries: quantize, gemm, linear."),
+    "bench": (bench.group, "Timed against other libraries: quantize, gemm, linear, decode."),
 }
 
 for name, verb in VERBS.items():

@@ -1,4 +1,4 @@
-"""anyfp8 bench quantize|gemm|linear: what a person reads of a benchmark.
+"""anyfp8 bench quantize|gemm|linear|decode: what a person reads of a benchmark.
 
 Lines of progress on stderr; on stdout the table and the summary, or with `--json -` the JSON Lines.
 """
@@ -6,7 +6,8 @@ Lines of progress on stderr; on stdout the table and the summary, or with `--jso
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,7 @@ def multiply_command(
     from anyfp8.tools.gemm_report import table
     from anyfp8.tools.gemm_shapes import MS, parse_shapes
 
-    to_stdout = out is not None and str(out) == "-"
-    file = None if out is None or to_stdout else out.open("w", encoding="utf-8")
-
-    def sink(entry: dict[str, Any]) -> None:
-        if to_stdout:
-            console.data(json.dumps(entry))
-        elif file is not None:
-            file.write(json.dumps(entry) + "\n")
-            # what was measured survives whatever comes next
-            file.flush()
-
-    try:
+    with _sink(out) as sink:
         result = bench.run(
             op,
             parse_shapes(shapes),
@@ -114,13 +104,92 @@ def multiply_command(
             sink=sink,
             **injected,
         )
-    finally:
-        if file is not None:
-            file.close()
-    if not to_stdout:
+    if not _to_stdout(out):
         _show(result, table(result["cells"]))
     if result["summary"]["ours_wrong"]:
         raise typer.Exit(1)
+
+
+def decode_command(
+    model: str,
+    *,
+    tp: int,
+    layers: int | None,
+    batch: str,
+    context: int,
+    prefill: int,
+    scheme: str,
+    kill_switch: str,
+    dense: bool,
+    seconds: float,
+    rounds: int,
+    seed: int | None,
+    warm: bool,
+    out: Path | None,
+    **injected: Any,
+) -> None:
+    """Race a decoder stack; exit status 1 when a result of ours is wrong.
+
+    Args:
+        out: JSON Lines file, "-" for stdout instead of the table.
+        injected: for tests: a timer, a roof, a place.
+    """
+    from anyfp8.tools import bench_decode as bench
+    from anyfp8.tools.decode_shapes import decoder
+
+    with _sink(out) as sink:
+        result = bench.run(
+            decoder(model, tp),
+            layers=layers,
+            batches=integers(batch, "--batch"),
+            context=context,
+            prefill=prefill,
+            scheme=Scheme.parse(scheme),
+            kill_switch=kill_switch,
+            dense=dense,
+            seconds=seconds,
+            rounds=rounds,
+            seed=seed,
+            warm=warm,
+            sink=sink,
+            **injected,
+        )
+    header = result["header"]
+    if not _to_stdout(out):
+        console.data(
+            f"{header['model']}, {header['layers']} of {header['of']} layers, {header['mode']}"
+        )
+        if header["mode"] == "eager":
+            console.data(
+                "no GPU: kernels run as they would for a caller, and no figure is to quote"
+            )
+        _show(result, bench.table(result["cells"]))
+    if result["summary"]["ours_wrong"]:
+        raise typer.Exit(1)
+
+
+def _to_stdout(out: Path | None) -> bool:
+    return out is not None and str(out) == "-"
+
+
+@contextmanager
+def _sink(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Where JSON Lines go: a file, stdout for "-", or nowhere."""
+    file = None if out is None or _to_stdout(out) else out.open("w", encoding="utf-8")
+
+    def sink(entry: dict[str, Any]) -> None:
+        if file is not None:
+            file.write(json.dumps(entry) + "\n")
+            # what was measured survives whatever comes next
+            file.flush()
+        elif out is not None:
+            console.data(json.dumps(entry))
+
+    try:
+        yield sink
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _show(result: dict[str, Any], table: str) -> None:

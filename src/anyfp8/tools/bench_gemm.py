@@ -116,8 +116,11 @@ def measure(
     def us(name: str) -> float:
         return min(race[name].us for race in races)
 
+    def interval(name: str) -> tuple[float, float]:
+        return timing.interval_us([race[name] for race in races])
+
     own = tuple(
-        _own(c, us(c.name), errors[c.name], shape, m, moved, roof_us)
+        _own(c, us(c.name), errors[c.name], shape, m, moved, roof_us, interval(c.name))
         for c in right
         if c.choice is not None
     )
@@ -128,6 +131,7 @@ def measure(
             errors[c.name],
             c.beside,
             {o.name: tuple(timing.ratio(r[c.name], r[o.name]) for r in races) for o in own},
+            interval(c.name),
         )
         for c in right
         if c.choice is None
@@ -191,7 +195,7 @@ def run(
         )
     began = time.monotonic()
     scheme = scheme or Scheme("channel", "token", True)
-    ours = _contestants(kill_switch)
+    ours = contestants(kill_switch)
     if all_backends:
         kinds = ("w8a8",) if op == "gemm" else ("w8a8", "weight_only")
         # the last resort refuses nothing and dequantizes the weight in every call
@@ -230,7 +234,8 @@ def run(
     return {"header": header, "cells": cells, "summary": summary}
 
 
-def _contestants(kill_switch: str) -> tuple[str, ...]:
+def contestants(kill_switch: str) -> tuple[str, ...]:
+    """Names of ours for "off", "on" or "both". Raises InputError for any other text."""
     found = {"off": (SELECTION,), "on": (KILL_SWITCH,), "both": (SELECTION, KILL_SWITCH)}
     if kill_switch not in found:
         raise InputError("not a kill switch", got=kill_switch, want="on, off or both")
@@ -283,11 +288,18 @@ def _bytes(setting: Setting, shape: Shape, m: int) -> int:
 
 
 def _own(
-    c: Contender, us: float, error: float, shape: Shape, m: int, moved: int, roof_us: float
+    c: Contender,
+    us: float,
+    error: float,
+    shape: Shape,
+    m: int,
+    moved: int,
+    roof_us: float,
+    interval: tuple[float, float],
 ) -> Own:
     assert c.choice is not None
     config: Config = c.choice.config
     return Own(
         c.name, c.choice.backend, config.to_dict(), c.choice.source, c.choice.reason, us,
-        2 * m * shape.n * shape.k / us / 1e6, moved / us / 1e3, roof_us / us, error,
+        2 * m * shape.n * shape.k / us / 1e6, moved / us / 1e3, roof_us / us, error, interval,
     )  # fmt: skip

@@ -27,6 +27,7 @@ class Own:
         backend, config, source, reason: what served it, and why.
         tflops, gbps: of the useful work. roof_share: roof / us.
         error: relative rms error against the exact product.
+        interval_us: 95 % interval over the runs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Own:
     gbps: float
     roof_share: float
     error: float
+    interval_us: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Other:
     Attributes:
         beside: why it is not raced, "" where it is.
         ratios: name of ours -> its ratio in each run.
+        interval_us: 95 % interval over the runs.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Other:
     error: float
     beside: str
     ratios: dict[str, Ratios]
+    interval_us: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,22 @@ def race(
 def ratio(other: Timing, ours: Timing, samples: int = 1000) -> Ratio:
     """time(other) / time(ours) over paired rounds, with a bootstrap 95 % interval of the median."""
     pairs = [a / b for a, b in zip(other.rounds, ours.rounds, strict=True)]
+    return Ratio(statistics.median(pairs), *interval_of(pairs, samples))
+
+
+def interval_of(values: Sequence[float], samples: int = 1000) -> tuple[float, float]:
+    """The bootstrap 95 % interval of the median."""
     picker = random.Random(0)
-    medians = sorted(statistics.median(picker.choices(pairs, k=len(pairs))) for _ in range(samples))
-    low, high = medians[int(0.025 * samples)], medians[int(0.975 * samples)]
-    return Ratio(statistics.median(pairs), low, high)
+    medians = sorted(
+        statistics.median(picker.choices(values, k=len(values))) for _ in range(samples)
+    )
+    return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
+
+
+def interval_us(timings: Sequence[Timing], samples: int = 200) -> tuple[float, float]:
+    """95 % interval of µs over several runs: from the least to the greatest that any run allows."""
+    ends = [interval_of(timing.rounds, samples) for timing in timings]
+    return min(low for low, _ in ends), max(high for _, high in ends)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
