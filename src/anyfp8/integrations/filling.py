@@ -6,8 +6,10 @@ both.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.checkpoint import Checkpoint, LayerData, Source
-from anyfp8.checkpoint.files import TensorSpec
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.linear import Fp8Linear
@@ -24,35 +25,35 @@ from anyfp8.linear.convert import linears
 from anyfp8.problem import QTensor, Scheme
 from anyfp8.select import Request
 
+log = logging.getLogger(__name__)
+
 Step = Callable[[int, int], None]
 
 # written by old tools into 16-bit checkpoints; every model computes them
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$", r"\.attn\.bias$")
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+def fitted(model: Any, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without what the model itself leaves out, such as DeepSeek's MTP layer."""
+    plan = checkpoint.plan
+    layers = {name: layer for name, layer in plan.layers.items() if not _left_out(model, name)}
+    left = len(plan.layers) - len(layers)
+    if left == 0:
+        return checkpoint
+    log.warning(
+        "%s: %d layers that %s leaves out are not loaded",
+        plan.path.name,
+        left,
+        type(model).__name__,
+    )
+    return Checkpoint(replace(plan, layers=layers))
 
 
-def check_places(model: Any, tensors: Mapping[str, TensorSpec]) -> None:
-    """Refuse what the model, still on meta, cannot take, before anything is read.
-
-    Args:
-        tensors: everything in the files.
-
-    Raises:
-        CheckpointError: experts that the model fuses into one parameter.
-    """
-    expert = next((name for name in tensors if _EXPERT.search(name)), None)
-    if expert is None:
-        return
-    for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.ndim == 3:
-            raise CheckpointError(
-                f"the expert {expert} has no place of its own in {type(model).__name__}",
-                got=f"{name} {list(parameter.shape)}, all experts of a layer in one parameter",
-                want="a model whose experts are linear layers",
-                hint="an engine with its own experts, such as SGLang or vLLM, reads these files",
-            )
+def _left_out(model: Any, name: str) -> bool:
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return _submodule(model, name) is None and any(
+        re.search(pattern, f"{name}.weight") for pattern in patterns
+    )
 
 
 def fill_quantized(

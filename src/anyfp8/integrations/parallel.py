@@ -11,6 +11,7 @@ what the projections return; only their query-to-key ratio is set, where key hea
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,17 @@ import torch.distributed as dist
 from anyfp8.checkpoint.reader import LayerData
 from anyfp8.checkpoint.shard import partition, shard_layer, shard_scheme
 from anyfp8.errors import InputError
+from anyfp8.linear.experts import LEAVES, Experts
 from anyfp8.problem import Scheme
 
 _STYLES = {"colwise": "column", "rowwise": "row"}
 # whole on every rank
 _WHOLE = ("replicate", "gather", "sequence_parallel")
+# whose experts the plan shares out: gate and up by rows, down by columns
+_EXPERTS = {
+    **dict.fromkeys((names[i] for names in LEAVES for i in (0, 1)), "column"),
+    **dict.fromkeys((names[2] for names in LEAVES), "row"),
+}
 _UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 Bounds = tuple[tuple[int, int], ...]
@@ -96,7 +103,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Forward hook of a row-parallel linear: the sum over all ranks, in the output's dtype."""
+    """Forward hook: the sum of a module's outputs over all ranks, in their dtype."""
 
     group: Any
 
@@ -168,10 +175,18 @@ def share_out(model: Any, group: Any) -> Parallel:
 
 
 def add_sums(model: Any, parallel: Parallel) -> None:
-    """Add up the outputs of row-parallel linears, once they are what they stay."""
-    for name, part in parallel.parts.items():
-        if part.style == "row":
-            model.get_submodule(name).register_forward_hook(_Sum(parallel.group))
+    """Add up the outputs of row-parallel linears, once they are what they stay.
+
+    Experts are added up after they are mixed: once for a layer, not once for every expert.
+    """
+    places = {_summed(model, name): None for name, p in parallel.parts.items() if p.style == "row"}
+    for name in places:
+        model.get_submodule(name).register_forward_hook(_Sum(parallel.group))
+
+
+def _summed(model: Any, name: str) -> str:
+    experts = name.rsplit(".", 2)[0]
+    return experts if isinstance(model.get_submodule(experts), Experts) else name
 
 
 def _styles(model: Any) -> dict[str, str]:
@@ -185,8 +200,12 @@ def _styles(model: Any) -> dict[str, str]:
         )
     prefix = model.base_model_prefix
     found: dict[str, str] = {}
+    shared = any(".experts" in pattern for pattern in plan)
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
+            continue
+        if shared and re.search(r"\.experts\.\d+\.\w+$", name):
+            found[name] = _EXPERTS[name.rpartition(".")[2]]
             continue
         for pattern, style in plan.items():
             if not fnmatch.fnmatchcase(name, f"{prefix}.{pattern}"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, open_checkpoint
 from anyfp8.errors import CheckpointError
-from anyfp8.integrations.filling import Step, fill_quantized
+from anyfp8.integrations.filling import Step, fill_quantized, fitted
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.integrations.saving import origin_of
 from anyfp8.linear import Fp8Linear
@@ -31,7 +31,7 @@ def reload(model: Any, path: str | Path, *, progress: Step | None = None) -> Non
     Raises:
         CheckpointError: the files are not consistent, or hold other layers than the model.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = fitted(model, open_checkpoint(path))
     plan = checkpoint.plan
     origin = origin_of(model)
     parallel = origin.parallel if origin is not None else None

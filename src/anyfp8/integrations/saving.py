@@ -94,7 +94,8 @@ def save(
     unquantized = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
+        # routers have a class of their own
+        if name not in layers and getattr(module._parameters.get("weight"), "ndim", 0) == 2
     ]
     tied = _tied(model)
     plain = {

@@ -23,12 +23,13 @@ from anyfp8.checkpoint.rules import Rule
 from anyfp8.checkpoint.sources import is_quantized, open_source
 from anyfp8.device import device_of
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
+from anyfp8.integrations.experts import place_experts
 from anyfp8.integrations.filling import (
     Step,
-    check_places,
     fill_quantized,
     fill_source,
     finish,
+    fitted,
     replace_linear,
 )
 from anyfp8.integrations.parallel import Parallel, add_sums, group_of, share_out
@@ -106,7 +107,9 @@ def load(
         if refusal is not None:
             log.warning("%s; here it is kept in 16 bits", refusal.what)
         model = skeleton(plan.config, dtype)
-        check_places(model, plan.files.tensors)
+        place_experts(model, plan.files.tensors)
+        checkpoint = fitted(model, checkpoint)
+        plan = checkpoint.plan
         parallel = share_out(model, group) if group is not None else None
         for name, layer in plan.layers.items():
             place = (
@@ -122,7 +125,7 @@ def load(
     else:
         source = open_source(path)
         model = skeleton(source.config, dtype)
-        check_places(model, source.specs)
+        place_experts(model, source.specs)
         parallel = share_out(model, group) if group is not None else None
         parsed = _parsed(scheme)
         fill_source(model, source, parsed, list(exclude), parallel, device, request, progress)

@@ -17,6 +17,7 @@ from anyfp8 import reference
 from anyfp8.checkpoint.rules import Rule
 from anyfp8.errors import InputError
 from anyfp8.linear.calibrate import input_scales
+from anyfp8.linear.experts import fused_experts, split_experts, why_not_split
 from anyfp8.linear.layer import Fp8Linear
 from anyfp8.problem import Scheme
 from anyfp8.select import Request
@@ -92,7 +93,8 @@ def convert(
     """Replace the linear layers of a model by FP8 ones, in place.
 
     Args:
-        model: a model with 16- or 32-bit `nn.Linear` layers.
+        model: a model with 16- or 32-bit `nn.Linear` layers; experts that transformers has fused
+            become linears first.
         scheme: a `Scheme` or its name.
         exclude: layers to leave in 16 bits: names, globs or re:..., as in an ignore list.
         calib: token windows [B, T] int64 for static schemes, read by the model before converting.
@@ -108,7 +110,9 @@ def convert(
         CalibrationError: a layer never ran during calibration.
     """
     scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    fused = _split_all(model)
     chosen, skipped = linears(model, exclude)
+    skipped += fused
     if not chosen and not allow_none:
         raise InputError(
             f"0 of {len(skipped)} linear layers would be converted",
@@ -152,6 +156,18 @@ def convert(
     )
     log.info("%s", report)
     return report
+
+
+def _split_all(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Give experts linears of their own; returns those that cannot have them, with the reason."""
+    left = []
+    for name, module in fused_experts(model).items():
+        why = why_not_split(module)
+        if why:
+            left.append((name, why))
+        else:
+            split_experts(model, name)
+    return left
 
 
 def _layer(

@@ -28,6 +28,7 @@ from anyfp8.checkpoint import (
 from anyfp8.checkpoint.formats import formats_for
 from anyfp8.checkpoint.layouts import choose_layout
 from anyfp8.errors import AnyFp8Error, InputError
+from anyfp8.integrations.experts import place_experts
 from anyfp8.integrations.transformers import (
     load,
     load_tokenizer,
@@ -121,6 +122,7 @@ def _linears(source: Source, exclude: list[str]) -> list[str] | None:
     """The model's own linears where transformers knows the model; None lets the names decide."""
     try:
         model = skeleton(source.config)
+        place_experts(model, source.specs)
     except AnyFp8Error as error:
         console.talk(f"warning: {error.what}; linear layers are told by their names")
         return None
