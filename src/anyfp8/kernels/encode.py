@@ -68,6 +68,14 @@ _ORDERED_PAIR_PTX = tl.constexpr("""
     add.s16x2 $0, pair, $3;
 }
 """)
+# magnitudes of two 16-bit values as they are
+_MAGNITUDE_PAIR_PTX = tl.constexpr("""
+{
+    .reg .b32 pair;
+    mov.b32 pair, {$1, $2};
+    and.b32 $0, pair, 0x7FFF7FFF;
+}
+""")
 _BF16_PAIR_PTX = tl.constexpr("""
     shl.b32 $0, $2, 16;
     and.b32 $1, $2, 0xFFFF0000;
@@ -163,9 +171,10 @@ def ordered(x):
 
 
 @triton.jit
-def row_maxima(x, PACKED: tl.constexpr, THREADS: tl.constexpr):
-    """[R, C] fp32, bf16 or fp16 -> [R, L] int32 in `ordered`'s sense, for `finite_amax` to finish.
+def row_maxima(x, PACKED: tl.constexpr, THREADS: tl.constexpr, FINITE: tl.constexpr):
+    """[R, C] fp32, bf16 or fp16 -> [R, L] int32, whose maximum is for `amax_of` to read.
 
+    FINITE: in `ordered`'s sense; otherwise the bits of |x|, in which inf and NaN are the largest.
     Packed, L is THREADS, how many share a row: each has reduced its own columns, which lie 16
     together where it has so many (the bytes of a store) and at least two. Otherwise L = C.
     """
@@ -175,15 +184,22 @@ def row_maxima(x, PACKED: tl.constexpr, THREADS: tl.constexpr):
         RUN: tl.constexpr = 16 if C // THREADS > 16 else C // THREADS
         RUNS: tl.constexpr = C // THREADS // RUN
         low, high = tl.split(x.to(tl.int16, bitcast=True).reshape(R, C // 2, 2))
-        step = 0x00800080 if x.dtype == tl.bfloat16 else 0x04000400
-        pairs = tl.inline_asm_elementwise(
-            _ORDERED_PAIR_PTX, "=r,h,h,r", [low, high, step], dtype=tl.int32, is_pure=True, pack=1
-        )
+        if FINITE:
+            step = 0x00800080 if x.dtype == tl.bfloat16 else 0x04000400
+            pairs = tl.inline_asm_elementwise(
+                _ORDERED_PAIR_PTX, "=r,h,h,r", [low, high, step], tl.int32, is_pure=True, pack=1
+            )
+        else:
+            pairs = tl.inline_asm_elementwise(
+                _MAGNITUDE_PAIR_PTX, "=r,h,h", [low, high], tl.int32, is_pure=True, pack=1
+            )
         pairs = tl.reduce(pairs.reshape(R, RUNS, THREADS, RUN // 2), 3, _max_pair)
         pairs = tl.reduce(pairs, 1, _max_pair)
         return tl.maximum(pairs << 16, pairs & -65536)
-    else:
+    elif FINITE:
         return ordered(x.to(tl.float32))
+    else:
+        return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -194,14 +210,34 @@ def _max_pair(a, b):
 
 
 @triton.jit
-def finite_amax(maxima, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """[R, L] from `row_maxima` -> [R] fp32, the largest finite magnitude of each row, 0 if none."""
-    most = tl.max(maxima, axis=1)
+def amax_of(most, DTYPE: tl.constexpr, PACKED: tl.constexpr, FINITE: tl.constexpr):
+    """The maximum over `row_maxima` -> the fp32 magnitude: FINITE, 0 where none is finite."""
+    if FINITE:
+        step: tl.constexpr = 0x04000000 if PACKED and DTYPE == tl.float16 else 0x00800000
+        most = tl.maximum(most, step) - step
     if PACKED and DTYPE == tl.float16:
-        bits = (tl.maximum(most, 0x04000000) - 0x04000000) >> 16
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return (most >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        return (tl.maximum(most, 0x00800000) - 0x00800000).to(tl.float32, bitcast=True)
+        return most.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_amax(x, PACKED: tl.constexpr, THREADS: tl.constexpr):
+    """[R, C] -> [R] fp32, the largest finite magnitude of each row."""
+    return amax_of(tl.max(row_maxima(x, PACKED, THREADS, True), axis=1), x.dtype, PACKED, True)
+
+
+@triton.jit
+def any_not_finite(amax):
+    """Whether any of [R] fp32 magnitudes is inf or NaN, for the whole program."""
+    return tl.max(amax.to(tl.int32, bitcast=True), axis=0) >= 0x7F800000
+
+
+@triton.jit
+def nan_to_zero(x):
+    # as fp32: Triton's interpreter compares the bits of bf16
+    f = x.to(tl.float32)
+    return tl.where(f == f, x, 0.0)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import triton.language as tl
 from anyfp8.kernels.encode import (
     encode,
     finite_amax,
-    row_maxima,
     scales_of,
     silu_mul,
     to_fp32,
@@ -100,8 +99,7 @@ def quantize_group_kernel(
     x = tl.load(x_at, mask=mask, other=0.0)
     if SILU_MUL:
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
-    maxima = row_maxima(x, PACKED_MAX, THREADS)
-    amax = finite_amax(maxima, x.dtype, PACKED_MAX)  # [ROWS · GROUPS]
+    amax = finite_amax(x, PACKED_MAX, THREADS)  # [ROWS · GROUPS]
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
     q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)

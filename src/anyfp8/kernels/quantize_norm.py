@@ -12,7 +12,6 @@ import triton.language as tl
 from anyfp8.kernels.encode import (
     encode,
     finite_amax,
-    row_maxima,
     scales_of,
     to_fp32,
     ue8m0_of,
@@ -88,7 +87,7 @@ def quantize_norm_kernel(
     if STORE_Y:
         tl.store(y_ptr + outer * y_outer + row * y_inner + cols, y, mask=mask)
 
-    amax = finite_amax(row_maxima(y, PACKED_MAX, THREADS), y.dtype, PACKED_MAX)
+    amax = finite_amax(y, PACKED_MAX, THREADS)
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)  # [GROUPS]
     q = encode(to_fp32(y, PACKED_MAX) * inverse[:, None], FP8_DTYPE, FP8_MAX, ENCODE)
     tl.store(q_ptr + outer * q_outer + row * q_inner + cols, q, mask=mask)

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from anyfp8.kernels.encode import (
+    amax_of,
+    any_not_finite,
     encode,
     finite_abs,
-    finite_amax,
+    nan_to_zero,
     row_maxima,
     scales_of,
     silu_mul,
@@ -65,29 +67,25 @@ def quantize_token_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = _load(x_at, cols, mask, K, SILU_MUL)  # [ROWS, BLOCK_K]
+    tail = x
     if TAIL_K:
         tail_cols = BLOCK_K + tl.arange(0, TAIL_K)[None, :]
         tail_mask = valid[:, None] & (tail_cols < K)
         tail = _load(x_at, tail_cols, tail_mask, K, SILU_MUL)  # [ROWS, TAIL_K]
-    maxima = row_maxima(x, PACKED_MAX, THREADS)
-    if TAIL_K:
-        tail_maxima = row_maxima(tail, PACKED_MAX, THREADS)
-        if PACKED_MAX:
-            maxima = tl.maximum(maxima, tail_maxima)
-            amax = finite_amax(maxima, x.dtype, PACKED_MAX)
-        else:
-            amax = finite_amax(maxima, x.dtype, PACKED_MAX)
-            amax = tl.maximum(amax, finite_amax(tail_maxima, x.dtype, PACKED_MAX))
-    else:
-        amax = finite_amax(maxima, x.dtype, PACKED_MAX)
+    amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, False)  # [ROWS]
+    if any_not_finite(amax):
+        # seldom: rows without inf and NaN pay one comparison for those that have them
+        amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, True)
+        if NAN_TO_ZERO:
+            x = nan_to_zero(x)
+            if TAIL_K:
+                tail = nan_to_zero(tail)
     scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)  # [ROWS]
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
-    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
-    tl.store(q_at + cols, q, mask=mask)
+    tl.store(q_at + cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=mask)
     if TAIL_K:
         y = to_fp32(tail, PACKED_MAX) * inverse[:, None]
-        q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
-        tl.store(q_at + tail_cols, q, mask=tail_mask)
+        tl.store(q_at + tail_cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=tail_mask)
     tl.store(s_ptr + rows * s_inner, scale, mask=valid)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -147,3 +145,22 @@ def _load(x_at, cols, mask, K, SILU_MUL: tl.constexpr):
     if SILU_MUL:
         x = silu_mul(x, tl.load(x_at + K + cols, mask=mask, other=0.0), x.dtype)
     return x
+
+
+@triton.jit
+def _amax(
+    x,
+    tail,
+    TAIL_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    THREADS: tl.constexpr,
+    FINITE: tl.constexpr,
+):
+    maxima = row_maxima(x, PACKED, THREADS, FINITE)
+    if TAIL_K and PACKED:
+        # as wide as each other: threads finish before they talk
+        maxima = tl.maximum(maxima, row_maxima(tail, PACKED, THREADS, FINITE))
+    most = tl.max(maxima, axis=1)
+    if TAIL_K and not PACKED:
+        most = tl.maximum(most, tl.max(row_maxima(tail, PACKED, THREADS, FINITE), axis=1))
+    return amax_of(most, x.dtype, PACKED, FINITE)
