@@ -67,13 +67,8 @@ def compare(monkeypatch, gpu, name, ms):
     model = Model("one", (Layer("one", scheme, n, k, True),), torch.bfloat16)
     shown = explain(model, device, ms).kinds[0].runs
     plan = held_by_the_layer(monkeypatch, device, scheme, n, k, torch.bfloat16, True)
-    by_m = {m: run.choice for run in shown for m in run.ms}
-    for m in ms:
-        held = plan.choice(m)
-        assert (by_m[m].backend, by_m[m].config) == (held.backend, held.config), m
-        assert by_m[m].refused == held.refused
-    # the last M of each run shows the very Choice that the layer holds
-    assert [run.choice for run in shown] == [plan.choice(run.ms[-1]) for run in shown]
+    by_m = {m: choice for run in shown for m, choice in zip(run.ms, run.choices, strict=True)}
+    assert by_m == {m: plan.choice(m) for m in ms}
 
 
 @pytest.mark.parametrize(("gpu", "name"), list(zip(GPUS, SCHEMES * len(GPUS), strict=False)))
@@ -280,6 +275,28 @@ def test_a_measured_product_gets_an_estimate_for_its_quantization_only(tmp_path,
         assert run.measured == "product"
         # quantizing a few rows takes a launch: microseconds, not tens of them
         assert measured_us < run.us[0] < measured_us + 10
+
+
+def test_neighbours_with_one_kernel_name_all_their_rows():
+    found = explain(read_model("6144,4096"), find_device("h200"), (1, 8, 16))
+    text = "\n".join(explain_text.lines(found))
+    runs = found.kinds[0].runs
+    assert [r.ms for r in runs if len(r.ms) > 1]
+    for run in runs:
+        rows = [f"M={m}" for m in (run.ms[0], run.ms[-1])]
+        want = f"the rows of {rows[0]} to {run.ms[-1]} say" if len(run.ms) > 1 else rows[0]
+        assert want in text
+
+
+def test_times_that_were_not_measured_can_be_left_out():
+    found = explain(read_model("6144,4096"), find_device("h200"), (1, 16), estimates=False)
+    assert [run.us for run in found.kinds[0].runs] == [
+        (None,) * len(run.ms) for run in found.kinds[0].runs
+    ]
+    text = "\n".join(explain_text.lines(found))
+    assert "est." not in text
+    assert "no sum: not every layer was measured" in text
+    assert "estimates of" not in text
 
 
 def test_the_kill_switch_shows_the_default_path(monkeypatch):

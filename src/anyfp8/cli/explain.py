@@ -33,6 +33,9 @@ def explain(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile each kernel: registers, shared memory.")
     ] = False,
+    estimate: Annotated[
+        bool, typer.Option(help="Estimate the times that are not measured.")
+    ] = True,
     html: Annotated[Path | None, typer.Option(help="Write one page: layers x GPUs.")] = None,
     json: Json = False,
 ) -> None:
@@ -53,6 +56,7 @@ def explain(
         tp=tp,
         accumulate=accumulate,
         compiles=compile,
+        estimates=estimate,
         html=html,
         as_json=json,
     )

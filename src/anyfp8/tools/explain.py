@@ -34,20 +34,26 @@ MS = (1, 16, 64, 256, 1024, 4096)
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring Ms with one choice.
+    """Neighbouring Ms that one kernel serves for one kind of reason.
 
     Attributes:
         ms: of those asked about, ascending.
+        choices: of each; they differ at most in the words of their reasons.
         us: of each, None where nothing is known.
         measured: "no" where `us` are estimates, "yes" where a tuned row has them, "product" where
             it has the product's and quantizing the activations is estimated.
     """
 
     ms: tuple[int, ...]
-    choice: Choice
+    choices: tuple[Choice, ...]
     us: tuple[float | None, ...]
     measured: str
     resources: Resources | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """Of the last of them."""
+        return self.choices[-1]
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Explanation:
         tables: one sentence on the tuned tables that apply.
         refused: (backend, clause, names of the kinds) of every refusal.
         trouble: what cannot be served, such as the KV cache; an error with its four parts.
+        estimated: whether times that were not measured are estimates, or left out.
     """
 
     model: Model
@@ -80,6 +87,7 @@ class Explanation:
     tables: str
     refused: tuple[tuple[str, str, tuple[str, ...]], ...]
     trouble: AnyFp8Error | None
+    estimated: bool = True
 
     def forward_us(self, m: int) -> float | None:
         """µs that all linears take for m rows; None where one of them is unknown."""
@@ -99,11 +107,13 @@ def explain(
     ms: Sequence[int] = MS,
     request: Request | None = None,
     compiles: bool = False,
+    estimates: bool = True,
 ) -> Explanation:
     """Plan every kind of layer of a model for a device.
 
     Args:
         compiles: also compile each chosen Triton kernel for the device.
+        estimates: fill in times that were not measured.
 
     Raises:
         NoBackend, EnvError, TableError: as `select.plan`.
@@ -124,7 +134,7 @@ def explain(
             plans[shape] = plan_for(
                 layer.scheme, layer.n, layer.k, device, model.dtype, layer.bias, request, ms
             )
-        runs = tuple(_runs(plans[shape], device, ms, tables, compiles))
+        runs = tuple(_runs(plans[shape], device, ms, tables, compiles, estimates))
         kinds.append(Kind(layer, counts[key], runs))
     return Explanation(
         model,
@@ -134,6 +144,7 @@ def explain(
         _tables_sentence(device, tables, kinds),
         tuple(_refusals(kinds)),
         kv_cache_refusal(model.kv_cache, device),
+        estimates,
     )
 
 
@@ -142,7 +153,12 @@ def _key(layer: Layer) -> tuple[Any, ...]:
 
 
 def _runs(
-    plan: Plan, device: Device, ms: Sequence[int], tables: Tables | None, compiles: bool
+    plan: Plan,
+    device: Device,
+    ms: Sequence[int],
+    tables: Tables | None,
+    compiles: bool,
+    estimates: bool,
 ) -> Iterable[Run]:
     group: list[int] = []
     for i, m in enumerate(ms):
@@ -151,10 +167,11 @@ def _runs(
         if i + 1 < len(ms) and same(choice, plan.choice(ms[i + 1])):
             continue
         problem = plan.problem_at(m)
-        problems = [plan.problem_at(have) for have in group]
-        us, how = _times(problems, choice, device, tables)
+        us, how = _times([plan.problem_at(have) for have in group], choice, device, tables)
+        if how != "yes" and not estimates:
+            us = (None,) * len(group)
         resources = resources_of(choice, problem, device) if compiles else None
-        yield Run(tuple(group), choice, us, how, resources)
+        yield Run(tuple(group), tuple(map(plan.choice, group)), us, how, resources)
         group = []
 
 
@@ -178,10 +195,14 @@ def _times(
         if op == "linear":
             return tuple(rows), how
         products = [estimate(replace(p, op=op), device, backend, config) for p in problems]
-        if None not in estimates and None not in products:
-            # what the estimates have beside the product is the quantization
-            three = zip(rows, estimates, products, strict=True)
-            return tuple(row + whole - part for row, whole, part in three), how  # type: ignore[operator]
+        # what the estimates have beside the product is the quantization
+        parts = [
+            row + whole - product
+            for row, whole, product in zip(rows, estimates, products, strict=True)
+            if row is not None and whole is not None and product is not None
+        ]
+        if len(parts) == len(rows):
+            return tuple(parts), how
     return tuple(estimates), "no"
 
 
@@ -192,6 +213,9 @@ def _row_us(tables: Tables, problem: Problem, choice: Choice) -> float | None:
 
 
 def _is_row_of(row: Row, problem: Problem, choice: Choice) -> bool:
+    # integers first: almost every row is told apart by them
+    if (row.m, row.n, row.k) != (problem.m, problem.n, problem.k):
+        return False
     if row.role == "peer" or row.backend != choice.backend:
         return False
     # a row without a configuration is the default path's
@@ -199,10 +223,8 @@ def _is_row_of(row: Row, problem: Problem, choice: Choice) -> bool:
         return False
     if row.op == "linear" and row.x_dtype != problem.x_dtype:
         return False
-    mine = (row.op, row.scheme, row.n, row.k, row.m, row.out_dtype, row.accumulate)
-    scheme = problem.scheme.name
-    shape = (problem.n, problem.k, problem.m)
-    return mine == (problem.op, scheme, *shape, problem.out_dtype, problem.accumulate)
+    mine = (row.op, row.scheme, row.out_dtype, row.accumulate)
+    return mine == (problem.op, problem.scheme.name, problem.out_dtype, problem.accumulate)
 
 
 def _tables_sentence(device: Device, tables: Tables | None, kinds: Sequence[Kind]) -> str:
@@ -258,17 +280,17 @@ def command(
     tp: int,
     accumulate: str,
     compiles: bool,
+    estimates: bool,
     html: Path | None,
     as_json: bool,
 ) -> None:
     """The verb. Exit status 1 where something cannot be served or a kernel does not fit."""
     from anyfp8.tools import explain_text
-    from anyfp8.tools.quantize import parse_scheme
 
     rows = parse_ms(ms)
     request = Request(accumulate=accumulate)
     gpus = [find_device(name) for name in devices] or [planning_device()]
-    model = read_model(text, None if scheme is None else parse_scheme(scheme), exclude)
+    model = read_model(text, _scheme(scheme), exclude)
     model = sharded(fused(model) if fuse else model, tp)
     if not model.layers:
         raise InputError(f"{model.title} has no FP8 layers", want="a quantized model")
@@ -278,9 +300,9 @@ def command(
     for gpu in gpus:
         if compiles:
             with console.progress(f"compiling for {gpu.name}"):
-                found.append(explain(model, gpu, rows, request, compiles=True))
+                found.append(explain(model, gpu, rows, request, True, estimates))
         else:
-            found.append(explain(model, gpu, rows, request))
+            found.append(explain(model, gpu, rows, request, False, estimates))
     if html is not None:
         from anyfp8.tools.explain_html import page
 
@@ -301,6 +323,15 @@ def command(
             console.talk(f"warning: {one.device.name} dequantizes to {dtype} in each call: slow")
     if any(one.trouble is not None for one in found) or any(not _fits(one) for one in found):
         raise typer.Exit(1)
+
+
+def _scheme(name: str | None) -> Scheme | None:
+    if name is None:
+        return None
+    # it loads everything that writes a checkpoint
+    from anyfp8.tools.quantize import parse_scheme
+
+    return parse_scheme(name)
 
 
 def _fits(found: Explanation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from anyfp8 import fp8
 from anyfp8.select import Choice
 from anyfp8.tools import console, measured
 from anyfp8.tools.explain import Explanation, Kind, Run
+
+_ROW = re.compile(r"the row of M=(\d+)(.*) says (\w+)")
 
 
 def lines(found: Explanation) -> list[str]:
@@ -25,7 +28,7 @@ def lines(found: Explanation) -> list[str]:
         out.append(f"{kind.name}  {layer.n}x{layer.k}{bias}  {layer.scheme.name}  x{kind.count}")
         for run in kind.runs:
             left = f"  {span(run.ms):<14}{run.choice.backend:<16}{times(run):>20}"
-            out.append(f"{left}  {source_of(run.choice)}")
+            out.append(f"{left}  {source_of(run)}")
             config = config_of(run.choice)
             if config:
                 out.append(f"    {config}")
@@ -84,11 +87,17 @@ def times(run: Run) -> str:
     return f"{low if low == high else f'{low}..{high}'} µs{how}"
 
 
-def source_of(choice: Choice) -> str:
+def source_of(run: Run) -> str:
     """Where a decision came from, in few words."""
-    if choice.source.endswith("table"):
-        return f"{choice.source}: {choice.reason}"
-    return choice.source if choice.source == "ranker" else f"{choice.source}: {choice.reason}"
+    choice = run.choice
+    if choice.source == "ranker":
+        return choice.source
+    reasons = [one.reason for one in run.choices]
+    rows = [row for row in map(_ROW.fullmatch, reasons) if row is not None]
+    low, high = (rows[0][1], rows[-1][1]) if len(rows) == len(reasons) else ("", "")
+    if low != high:
+        return f"{choice.source}: the rows of M={low} to {high}{rows[0][2]} say {rows[0][3]}"
+    return f"{choice.source}: {choice.reason}"
 
 
 def config_of(choice: Choice) -> str:
@@ -111,6 +120,8 @@ def _totals(found: Explanation) -> list[str]:
         us = found.forward_us(m)
         if us is not None:
             rows.append([str(m), figure(us / 1e3), figure(us / m)])
+    if not rows and not found.estimated:
+        return ["no sum: not every layer was measured at one of these M", ""]
     if not rows:
         return [f"no estimate: the figures of {found.device.name} are not known", ""]
     header = ["M", "ms for all linears", "µs a token"]
