@@ -16,8 +16,8 @@ from anyfp8.tools.quantize import quantize_checkpoint
 RANK = Path(__file__).with_name("rank.py")
 
 
-def conftest():
-    spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("conftest.py"))
+def neighbour(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -43,7 +43,7 @@ def on_ranks(size, folder, tmp_path, *scheme):
 def biased(tmp_path_factory):
     """4 query heads over 2 key heads of width 48, biases, a width that no block divides."""
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
-    folder = conftest().save_tiny_llama(tmp_path_factory.mktemp("biased"), **changes)
+    folder = neighbour("conftest").save_tiny_llama(tmp_path_factory.mktemp("biased"), **changes)
     return folder
 
 
@@ -87,7 +87,7 @@ def test_a_16_bit_checkpoint_is_quantized_whole_and_then_shared_out(biased, tmp_
 @pytest.mark.slow
 def test_key_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    folder = conftest().save_tiny_llama(tmp_path / "mqa", **changes)
+    folder = neighbour("conftest").save_tiny_llama(tmp_path / "mqa", **changes)
     quantize_checkpoint(folder, tmp_path / "fp8", scheme="w8a8-channel-token")
     whole = anyfp8.load(tmp_path / "fp8", device="cpu", dtype=torch.float32)
     ids = torch.arange(1, 33)[None]
@@ -99,6 +99,26 @@ def test_key_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path):
     # 320 over 3 ranks: uneven
     assert {r["shapes"]["model.layers.0.mlp.up_proj"][0] for r in ranks} == {128, 64}
     torch.testing.assert_close(ranks[0]["logits"], logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)],
+)
+def test_two_ranks_share_out_every_expert(tmp_path, family):
+    folder = neighbour("test_experts").save_mixture(family, tmp_path / "bf16")
+    quantize_checkpoint(folder, tmp_path / "fp8", scheme="w8a8-channel-token")
+    whole = anyfp8.load(tmp_path / "fp8", device="cpu", dtype=torch.float32)
+    ids = torch.arange(1, 33)[None]
+    with torch.no_grad():
+        logits = whole(ids).logits
+    ranks = on_ranks(2, tmp_path / "fp8", tmp_path)
+    assert torch.equal(ranks[0]["logits"], ranks[1]["logits"])
+    torch.testing.assert_close(ranks[0]["logits"], logits, rtol=1e-4, atol=1e-5)
+    experts = {n: shape for n, shape in ranks[1]["shapes"].items() if ".experts." in n}
+    width = 24 if family == "Qwen3Moe" else 48
+    assert len(experts) == 2 * 4 * 3
+    assert set(experts.values()) == {(width, 64), (64, width)}
 
 
 def test_tp_without_processes_says_how_to_start_them(tiny):
