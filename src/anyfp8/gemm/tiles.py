@@ -131,17 +131,9 @@ class TileBackend(Backend):
         return None
 
     def default_config(self, problem: Problem, device: Device) -> TileConfig:
-        """As many rows as there are, columns that give every SM a tile, a pipeline that fits."""
-        m, n = problem.m, problem.n
-        block_m = next((b for b in (16, 32, 64) if m <= b), 128)
-        sms = device.sms or 64
-        tiles_m = max(1, -(-m // block_m))
-        widths = (128, 64, 32, 16)
-        block_n = next((b for b in widths if 4 * tiles_m * -(-n // b) >= 3 * sms), 16)
-        block_k = min(self.max_block_k(problem), 128 if block_m * block_n >= 8192 else 256)
-        warps = 8 if block_m * block_n >= 16384 else 4
-        config = TileConfig(block_m, block_n, block_k, 8, warps, 4)
-        lower = self.lowered(config, problem, device)
+        """The largest tile of which there are enough for the SMs, and a pipeline that fits."""
+        tile = _group_tile if _by_warp_groups(device) else _warp_tile
+        lower = self.lowered(tile(problem, device.sms or 64), problem, device)
         assert lower is not None, f"no legal default of {self.name} for {problem.key}"
         return lower
 
@@ -172,6 +164,47 @@ class TileBackend(Backend):
             if config.operand_bytes > _GOOD_OPERAND_BYTES:
                 return False
         return self.illegal(config, problem, device) is None
+
+
+def _warp_tile(problem: Problem, sms: int) -> TileConfig:
+    """Where each warp multiplies: as few rows as there are, columns that give every SM a tile."""
+    block_m = next((b for b in (16, 32, 64) if problem.m <= b), 128)
+    tiles_m = max(1, -(-problem.m // block_m))
+    widths = (128, 64, 32, 16)
+    block_n = next((b for b in widths if 4 * tiles_m * -(-problem.n // b) >= 3 * sms), 16)
+    block_k = 128 if block_m * block_n >= 8192 else 256
+    warps = 8 if block_m * block_n >= 16384 else 4
+    return TileConfig(block_m, block_n, block_k, 8, warps, 4)
+
+
+# of warp groups, from the largest: the first of which there are enough is the fastest timed on an
+# H200, or near it (tests/select/test_predict.py); the second list where sums are kept twice
+_GROUP_TILES = (
+    TileConfig(128, 256, 128, 8, 8, 4),
+    TileConfig(128, 128, 128, 8, 4, 6),
+    TileConfig(64, 128, 256, 8, 4, 4),
+    TileConfig(64, 64, 256, 8, 4, 6),
+    TileConfig(64, 32, 256, 8, 4, 6),
+)
+_GROUP_TILES_TWICE = (
+    TileConfig(128, 128, 128, 8, 8, 4),
+    TileConfig(64, 128, 128, 8, 4, 5),
+    TileConfig(64, 64, 128, 8, 4, 6),
+    TileConfig(64, 32, 128, 8, 4, 6),
+)
+
+
+def _group_tile(problem: Problem, sms: int) -> TileConfig:
+    """Where warp groups multiply: 64 rows at least, the fewest that FP8 products have there."""
+    tiles = _GROUP_TILES_TWICE if sums_kept(problem) == 2 else _GROUP_TILES
+    tiles = [tile for tile in tiles if tile.block_m == 64 or problem.m > 64]
+    for tile in tiles:
+        count = -(-max(problem.m, 1) // tile.block_m) * -(-problem.n // tile.block_n)
+        if 10 * count >= 7 * sms:
+            # more than one wave of this one: two fit an SM with half the ring
+            halved = count > sms and tile.block_m == 64
+            return replace(tile, block_k=128, num_stages=4) if halved else tile
+    return tiles[-1]
 
 
 @lru_cache(maxsize=128)
@@ -207,23 +240,6 @@ def triton_missing() -> str | None:
     from importlib.util import find_spec
 
     return None if find_spec("triton") else "needs Triton, which is not installed"
-
-
-def past_of(codes: torch.Tensor, block_m: int) -> str:
-    """What lanes past the last row do; see `kernels.operand.load_rows`.
-
-    Rows that the quantizer padded to whole tiles may be read, whatever they hold.
-    """
-    m, k = codes.shape
-    extra = -m % block_m
-    if extra == 0:
-        return "read"
-    if codes.stride(0) > 0:
-        end = codes.storage_offset() + (m + extra - 1) * codes.stride(0) + k
-        if end * codes.element_size() <= codes.untyped_storage().nbytes():
-            return "read"
-    # one short tile: most of its lanes are past the end
-    return "skip" if m < block_m else "clamp"
 
 
 def operand_of(device: Device) -> str:

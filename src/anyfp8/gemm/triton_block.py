@@ -16,14 +16,7 @@ from anyfp8.errors import InputError
 from anyfp8.gemm.base import CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.compile import Source
 from anyfp8.gemm.launch import Launch, facts_of, start
-from anyfp8.gemm.tiles import (
-    TileBackend,
-    TileConfig,
-    aligned,
-    operand_of,
-    past_of,
-    same_device,
-)
+from anyfp8.gemm.tiles import TileBackend, TileConfig, aligned, operand_of, same_device
 from anyfp8.gemm.triton_row import POINTER_TYPES
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
@@ -98,8 +91,8 @@ class TritonBlock(TileBackend):
             "SW_SCALAR": rows % config.block_n == 0,
             "HAS_BIAS": problem.bias,
             "OPERAND": operand_of(device),
+            "EVEN_M": problem.m % config.block_m == 0,
             "EVEN_K": problem.k % config.block_k == 0,
-            "PAST": "skip" if problem.m < config.block_m else "clamp",
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -151,7 +144,8 @@ class TritonBlock(TileBackend):
             *self.strides(problem, sx),
         )
         constants = self.constants(problem, config, facts_of(codes))
-        constants["PAST"] = past_of(codes, config.block_m)
+        # of the rows there are, whatever the problem says: others may not be read
+        constants["EVEN_M"] = m % config.block_m == 0
         start(Launch(block_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 

@@ -34,8 +34,8 @@ def block_plain(
     SW_SCALAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
+    EVEN_M: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -46,11 +46,10 @@ def block_plain(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     # lanes past the edge are not stored; int64: M · K can pass 2^31
-    x_rows = rows.to(tl.int64) if PAST == "read" else tl.where(rows < M, rows, 0).to(tl.int64)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
+    x = code_pointer(x_ptr, OPERAND) + rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
     w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
-    sx = sx_ptr + tl.where(rows < M, rows, 0).to(tl.int64) * stride_sxm
+    sx = sx_ptr + rows.to(tl.int64) * stride_sxm
     if SW_SCALAR:
         sw = sw_ptr + (tile_n * BLOCK_N // SW_ROWS) * stride_swn
     else:
@@ -58,12 +57,15 @@ def block_plain(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, EVEN_K, PAST)
+        a = load_rows(x, rows, ks, M, K - k, EVEN_M, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:
             b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
-        scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
+        if EVEN_M:
+            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
+        else:
+            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk, mask=rows < M, other=0.0)
         scale_w = tl.load(sw + k // SW_GROUP * stride_swk)
         part = tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         if SW_SCALAR:

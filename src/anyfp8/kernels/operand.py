@@ -34,21 +34,20 @@ def code_pointer(pointer, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, ks, M, left, EVEN_K: tl.constexpr, PAST: tl.constexpr):
-    """One K tile of the activations.
+def load_rows(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
+    """One K tile of the activations; lanes past the last row load nothing.
 
-    PAST says what lanes past the last row do: "read" memory that is there, "clamp" to row 0, or
-    "skip" the load: row 0 wanted by every lane of every program at once is one hot line in L2.
+    Clamped to row 0 instead, every spare lane of every program wants one line of L2 at once.
     """
-    if PAST == "skip":
+    if EVEN_M:
         if EVEN_K:
-            return tl.load(x, mask=(rows < M)[:, None], other=0.0)
+            return tl.load(x)
         else:
-            return tl.load(x, mask=(rows < M)[:, None] & (ks[None, :] < left), other=0.0)
+            return tl.load(x, mask=ks[None, :] < left, other=0.0)
     elif EVEN_K:
-        return tl.load(x)
+        return tl.load(x, mask=(rows < M)[:, None], other=0.0)
     else:
-        return tl.load(x, mask=ks[None, :] < left, other=0.0)
+        return tl.load(x, mask=(rows < M)[:, None] & (ks[None, :] < left), other=0.0)
 
 
 @triton.jit

@@ -25,8 +25,8 @@ def row_plain(
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     PROMOTE: tl.constexpr,
+    EVEN_M: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -37,14 +37,13 @@ def row_plain(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     # lanes past the edge are not stored; int64: M · K can pass 2^31
-    x_rows = rows.to(tl.int64) if PAST == "read" else tl.where(rows < M, rows, 0).to(tl.int64)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
+    x = code_pointer(x_ptr, OPERAND) + rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
     w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, EVEN_K, PAST)
+        a = load_rows(x, rows, ks, M, K - k, EVEN_M, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:
