@@ -38,12 +38,14 @@ def bench_quantize(
     peers: Peers = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all results here.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Independent races; all must agree.")] = 2,
-    rounds: Rounds = 15,
+    rounds: Rounds = 11,
+    seconds: Annotated[float, typer.Option(help="No cell is begun after it.")] = 100.0,
 ) -> None:
     """The activation quantizers."""
     from anyfp8.tools import bench_command as tool
 
-    tool.quantize_command(kinds=kinds, k=k, m=m, peers=peers, out=json, runs=runs, rounds=rounds)
+    options = {"kinds": kinds, "k": k, "m": m, "peers": peers, "out": json, "runs": runs}
+    tool.quantize_command(**options, rounds=rounds, seconds=seconds)
 
 
 @group.command("gemm")

@@ -35,8 +35,11 @@ def quantize_command(
     out: Path | None,
     runs: int,
     rounds: int,
+    seconds: float,
 ) -> None:
-    """Time the activation quantizers; the summary on stdout, all results into a file."""
+    """Time the activation quantizers; the summary on stdout, all results into a file, which holds
+    what has been measured at any time.
+    """
     from anyfp8.tools import bench_quantize as bench
 
     chosen = kinds.split(",") if kinds else list(bench.KINDS)
@@ -45,6 +48,14 @@ def quantize_command(
         raise InputError(
             "not a kind of quantizer", got=", ".join(unknown), want=", ".join(bench.KINDS)
         )
+
+    def sink(state: dict[str, Any]) -> None:
+        if out is not None:
+            # a stop in between leaves the last file whole
+            part = out.with_name(out.name + ".part")
+            part.write_text(json.dumps(state, indent=1) + "\n")
+            part.replace(out)
+
     result = bench.run(
         peers_folder=peers,
         kinds=chosen,
@@ -52,10 +63,11 @@ def quantize_command(
         rows=integers(m, "--m") if m else bench.ROWS,
         runs=runs,
         rounds=rounds,
+        seconds=seconds,
+        sink=sink,
     )
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    console.data_json({name: result[name] for name in ("header", "missing", "summary")})
+    parts = ("header", "missing", "unmeasured", "summary")
+    console.data_json({name: result[name] for name in parts})
 
 
 def multiply_command(

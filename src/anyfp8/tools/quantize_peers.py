@@ -106,11 +106,22 @@ def _fbgemm() -> list[Peer]:
     ]
 
 
+def _quick_bench(call: Callable[[], Any], quantiles: Any = None) -> Any:
+    """Times a tile of a kernel that tunes itself, in 15 ms instead of 125: it has 8 for each M."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=3, rep=12, quantiles=quantiles)
+
+
 def _gemlite(folder: Path) -> list[Peer]:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    from gemlite import quant_utils
     from gemlite.quant_utils import scale_activations_per_block, scale_activations_per_token
 
+    for kernel in vars(quant_utils).values():
+        if hasattr(kernel, "configs"):
+            kernel.do_bench = _quick_bench
     dtype = torch.float8_e4m3fn
     return [
         Peer(
