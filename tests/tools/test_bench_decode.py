@@ -195,10 +195,12 @@ def command(out, model="qwen3-8b", **injected):
     )  # fmt: skip
 
 
-def test_json_lines_hold_header_cells_and_summary(tmp_path, capsys):
+def test_json_lines_hold_header_cells_and_summary(tmp_path, capsys, hold_to_schema):
     command(tmp_path / "lines.jsonl")
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [entry["kind"] for entry in lines] == ["header", "cell", "cell", "summary"]
+    for entry in lines:
+        hold_to_schema("bench-decode", entry)
     assert (lines[0]["layers"], lines[0]["of"], lines[0]["mode"]) == (1, 2, "eager")
     assert [(entry["phase"], entry["batch"]) for entry in lines[1:3]] == [
         ("decode", 1),

@@ -129,7 +129,7 @@ def command(op, out):
     )  # fmt: skip
 
 
-def test_json_lines_hold_header_cells_and_summary(tmp_path, capsys):
+def test_json_lines_hold_header_cells_and_summary(tmp_path, capsys, hold_to_schema):
     command("gemm", tmp_path / "lines.jsonl")
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [entry["kind"] for entry in lines] == ["header", "cell", "cell", "summary"]
@@ -137,6 +137,8 @@ def test_json_lines_hold_header_cells_and_summary(tmp_path, capsys):
         lines[0]
     )
     assert [entry["m"] for entry in lines[1:3]] == [1, 80]
+    hold_to_schema("bench-gemm", lines[1])
+    assert lines[1]["ours"][0]["interval_us"] == [10.0, 10.0]
     assert all(set(o["verdicts"].values()) <= {"tie", "beside"} for o in lines[1]["others"])
     assert lines[0]["missing"] == {"all": "no folder of peers was given"}
     shown = capsys.readouterr().out

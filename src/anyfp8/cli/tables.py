@@ -36,14 +36,41 @@ def tables_show(
 
 @group.command("check")
 def tables_check(
-    device: Table,
+    device: Annotated[
+        str | None,
+        typer.Option(help="GPU name, or the path of a .jsonl table  [default: this GPU's]"),
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Compile each configuration for its GPU.")] = True,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Race rows against the default path, on this GPU.")
+    ] = False,
+    device_index: Annotated[int | None, typer.Option(min=0, help="Of this machine's GPUs.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only rows of this N,K, or of a model; repeatable.")
+    ] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Only these Ms, such as 1,16.")] = None,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Write the table without the rows that lose.")
+    ] = False,
+    to: Annotated[
+        Path | None, typer.Option(help="Where --drop writes  [default: in place]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="For all races; rounds shrink to fit.")] = 150.0,
     json: Json = False,
 ) -> None:
-    """What does not fit, compile or count. No GPU needed."""
+    """What does not fit, compile or count; no GPU needed. --measure: what loses, on its GPU."""
     from anyfp8.tools import tables_command as tool
 
-    tool.check_command(device, compiles=compile, as_json=json)
+    if measure:
+        tool.measure_command(
+            device, index=device_index, shapes=shape or [], m=m, drop=drop, to=to,
+            seconds=seconds, as_json=json,
+        )  # fmt: skip
+    else:
+        measuring = {"--device-index": device_index, "--shape": shape, "--m": m, "--drop": drop}
+        tool.check_command(
+            device, compiles=compile, as_json=json, measuring=measuring | {"--to": to}
+        )
 
 
 @group.command("import")

@@ -89,7 +89,7 @@ def measure(
     wrong: dict[str, str] = {}
     for contender in contenders:
         try:
-            errors[contender.name], complaint = _judged(contender, operands, m)
+            errors[contender.name], complaint = judged(contender, operands, m)
         except Exception as error:
             # a call of ours that raises is as wrong as a number
             report = failed if contender.choice is None else wrong
@@ -105,7 +105,7 @@ def measure(
     cost = len(right) * (1.5 * at_least * roof_us + max(BLOCK_US, 1.5 * at_least * roof_us)) / 1e6
     rounds = budget.rounds(most_rounds, max(cost, 1e-6))
     start = time.monotonic()
-    races, dropped = _raced({c.name: c.calls for c in right}, timer, rounds, at_least)
+    races, dropped = raced({c.name: c.calls for c in right}, timer, rounds, at_least)
     failed |= dropped
     right = [c for c in right if c.name not in dropped]
     spent = time.monotonic() - start
@@ -221,7 +221,7 @@ def run(
         left = seconds - (time.monotonic() - began)
         budget = Budget(left, len(shapes) * len(setting.ms))
         for shape in shapes:
-            copies = _copies_for(shape, place)
+            copies = copies_for(shape, place)
             operands = Operands(shape.n, shape.k, setting.ms[-1], place, seed, copies)
             layer = Layer(setting, shape, operands, everyone)
             for m in setting.ms:
@@ -242,14 +242,15 @@ def contestants(kill_switch: str) -> tuple[str, ...]:
     return found[kill_switch]
 
 
-def _copies_for(shape: Shape, place: str) -> int:
+def copies_for(shape: Shape, place: str) -> int:
+    """Weight copies that make the L2 cold."""
     if place == "cpu":
         return 2
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return timing.buffers_for(shape.n * shape.k, l2)
 
 
-def _raced(
+def raced(
     calls: dict[str, list[Call]], timer: Timer, rounds: int, at_least: int
 ) -> tuple[list[dict[str, Timing]], dict[str, str]]:
     """RUNS races, without whoever cannot be captured into a graph: {name: why}."""
@@ -270,8 +271,8 @@ def _raced(
     return [timer(rest, rounds, BLOCK_US, at_least) for _ in range(RUNS)] if rest else [], dropped
 
 
-def _judged(contender: Contender, operands: Operands, m: int) -> tuple[float, str]:
-    """Run on poisoned memory and compare; the last copy, so that copies are judged too."""
+def judged(contender: Contender, operands: Operands, m: int) -> tuple[float, str]:
+    """(error, complaint or "") on poisoned memory; of the last copy, so that copies are judged."""
     nan = float("nan")
     poison = torch.full((m, operands.n), nan, dtype=torch.bfloat16, device=operands.place)
     del poison

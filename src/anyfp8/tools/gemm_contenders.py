@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from anyfp8 import gemm, select
 from anyfp8.device import Device, device_of
@@ -18,7 +17,7 @@ from anyfp8.linear import dispatch
 from anyfp8.problem import Problem, Scheme
 from anyfp8.select import Choice, Plan, Request
 from anyfp8.select.selection import resolve_accumulate
-from anyfp8.select.table import load_tables
+from anyfp8.select.table import Tables, load_tables
 from anyfp8.tools.gemm_operands import Operands, rows_of, slack
 from anyfp8.tools.gemm_peers import Peer
 from anyfp8.tools.gemm_shapes import Shape
@@ -121,12 +120,20 @@ class Layer:
                 failed[peer.name] = first_line(error)
         return found, failed
 
-    def _ours(self, name: str, m: int) -> Contender:
+    def contender(self, name: str, m: int) -> Contender:
+        """One of ours by name. Raises NoBackend: nothing serves it."""
+        return self._ours(name, m)
+
+    def of_tables(self, name: str, m: int, tables: Tables) -> Contender:
+        """What the runtime's own look-up makes of these tables, under a name."""
+        return self._ours(name, m, tables)
+
+    def _ours(self, name: str, m: int, tables: Tables | None = None) -> Contender:
         setting, scheme = self.setting, self.setting.scheme
-        request = _request(name, setting, self.device)
+        request = _request(SELECTION if tables else name, setting, self.device)
         static = self.operands.input_scale if scheme.activation == "tensor" else None
         if setting.op == "linear":
-            plan = self._plan(name, request)
+            plan = self._plan(name, request, m, tables)
             choice = plan.choice(m)
             x = self.operands.x[:m]
             weights = self._copies(gemm.backend(plan.weight_backend), plan.layout)
@@ -135,7 +142,8 @@ class Layer:
             ]
         else:
             problem = Problem("gemm", scheme, m, self.shape.n, self.shape.k)
-            tables = _tables(self.device) if request.tune else None
+            if request.tune and tables is None:
+                tables = _tables(self.device)
             choice = select.select(problem, self.device, request, tables, probe=self._probe)
             problem = replace(problem, accumulate=choice.accumulate, numerics=choice.numerics)
             if not choice.quantizes:
@@ -154,11 +162,12 @@ class Layer:
         allowed = slack(accumulate, self.shape.k, own_quantizer=False)
         return Contender(name, calls, scheme.weight, activation, allowed, choice)
 
-    def _plan(self, name: str, request: Request) -> Plan:
+    def _plan(self, name: str, request: Request, m: int, tables: Tables | None) -> Plan:
         if name not in self._plans:
             n, k = self.shape.n, self.shape.k
+            ms = self.setting.ms if tables is None else (m,)
             self._plans[name] = select.plan(
-                self.setting.scheme, n, k, self.device, request=request, ms=self.setting.ms
+                self.setting.scheme, n, k, self.device, request=request, ms=ms, tables=tables
             )
         return self._plans[name]
 
@@ -196,5 +205,5 @@ def _request(name: str, setting: Setting, device: Device) -> Request:
     return replace(plain, backend=name, strict=True)
 
 
-def _tables(device: Device) -> Any:
+def _tables(device: Device) -> Tables | None:
     return load_tables(device) if device.vendor != "cpu" else None

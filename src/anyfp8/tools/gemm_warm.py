@@ -26,45 +26,57 @@ from anyfp8.tools.gemm_peers import baselines, find_peers
 from anyfp8.tools.gemm_shapes import Shape
 
 TIMEOUT = 120.0
-_START = "import sys; from anyfp8.tools.gemm_warm import work; work(sys.argv[1])"
 
 
 def warm_up(
     setting: Setting, shapes: Sequence[Shape], peers_folder: str | Path | None, slow_peers: bool
 ) -> float:
-    """Compile in as many processes as there are Ms, or cores less two; returns seconds.
+    """Compile in as many processes as there are Ms, or cores less two; returns seconds."""
+    count = processes_for(len(setting.ms))
+    shares = [
+        {
+            "op": setting.op,
+            "scheme": setting.scheme.name,
+            "ms": setting.ms[index::count],
+            "ours": setting.ours,
+            "accumulate": setting.accumulate,
+            "shapes": [[shape.name, shape.n, shape.k] for shape in shapes],
+            "peers": None if peers_folder is None else str(peers_folder),
+            "slow": slow_peers,
+        }
+        for index in range(count)
+    ]
+    return in_processes(__name__, shares)
+
+
+def processes_for(parts: int) -> int:
+    return max(1, min(parts, (os.cpu_count() or 2) - 2))
+
+
+def in_processes(module: str, shares: Sequence[dict[str, Any]]) -> float:
+    """Run `work` of a module in a process for each share; returns seconds.
 
     A process that fails or hangs costs time, not results: its kernels compile when they are timed.
     """
     start = time.monotonic()
-    count = max(1, min(len(setting.ms), (os.cpu_count() or 2) - 2))
+    code = f"import sys; from {module} import work; work(sys.argv[1])"
     workers: list[tuple[subprocess.Popen[bytes], Any]] = []
-    with console.progress(f"compiling in {count} processes"):
-        for index in range(count):
-            share = {
-                "op": setting.op,
-                "scheme": setting.scheme.name,
-                "ms": setting.ms[index::count],
-                "ours": setting.ours,
-                "accumulate": setting.accumulate,
-                "shapes": [[shape.name, shape.n, shape.k] for shape in shapes],
-                "peers": None if peers_folder is None else str(peers_folder),
-                "slow": slow_peers,
-            }
+    with console.progress(f"compiling in {len(shares)} processes"):
+        for share in shares:
             # closed below, when its process has ended
             output = tempfile.TemporaryFile()  # noqa: SIM115
-            command = [sys.executable, "-c", _START, json.dumps(share)]
+            command = [sys.executable, "-c", code, json.dumps(share)]
             workers.append((subprocess.Popen(command, stdout=output, stderr=output), output))
         for worker, output in workers:
             try:
-                code = worker.wait(max(1.0, TIMEOUT - (time.monotonic() - start)))
+                status = worker.wait(max(1.0, TIMEOUT - (time.monotonic() - start)))
             except subprocess.TimeoutExpired:
                 worker.kill()
-                code = worker.wait()
-            if code:
+                status = worker.wait()
+            if status:
                 output.seek(0)
                 last = output.read().decode(errors="replace").strip().splitlines()[-1:]
-                console.talk(f"warning: a compiling process ended with {code}: {last}")
+                console.talk(f"warning: a compiling process ended with {status}: {last}")
             output.close()
     return round(time.monotonic() - start, 1)
 
