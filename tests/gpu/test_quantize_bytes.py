@@ -1,5 +1,7 @@
 """On a GPU: the reference's bytes, natively and from the PTX of older architectures."""
 
+import functools
+
 import pytest
 import torch
 
@@ -24,38 +26,30 @@ def scales_kernel(amax_ptr, scale_ptr, inverse_ptr, FP8_MAX: tl.constexpr):
 
 def architectures():
     if not torch.cuda.is_available():
-        return ["sm_80", "sm_89"]
+        return ["native", "sm_80", "sm_89"]
     mine = torch.cuda.get_device_capability()
-    return [a for a, c in (("sm_80", (8, 0)), ("sm_89", (8, 9))) if c <= mine]
+    return ["native"] + [a for a, c in (("sm_80", (8, 0)), ("sm_89", (8, 9))) if c <= mine]
 
 
-def parametrized(case_filter=lambda case: True):
-    return [
-        pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.slow else [])
-        for c in cases()
-        if case_filter(c)
-    ]
-
-
-@pytest.mark.parametrize("case", parametrized())
-def test_kernel_gives_the_bytes_of_the_reference(case, forbid_reference):
+@functools.lru_cache(maxsize=1)
+def known(case):
+    """(x, what the reference makes of it), once for a case's architectures, which follow it."""
     x = case.x()
-    want = case.reference(x)
-    forbid_reference()
-    got = case.kernel(move(x, "cuda"))
-    testing.assert_matches(got, want)
+    return x, case.reference(x)
 
 
 @pytest.mark.parametrize("architecture", architectures())
-@pytest.mark.parametrize("case", parametrized(lambda case: not case.slow))
-def test_another_architectures_code_gives_the_same_bytes(case, architecture, forbid_reference):
-    x = case.x()
-    want = case.reference(x)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases()])
+def test_kernel_gives_the_bytes_of_the_reference(case, architecture, forbid_reference):
+    x, want = known(case)
     forbid_reference()
-    with testing.on_architecture(architecture) as launches:
-        got = case.kernel(move(x, "cuda"))
-    torch.cuda.synchronize()
-    assert launches or x.numel() == 0
+    on_gpu = move(x, "cuda")
+    if architecture == "native":
+        got = case.kernel(on_gpu)
+    else:
+        with testing.on_architecture(architecture) as launches:
+            got = case.kernel(on_gpu)
+        assert launches or x.numel() == 0
     testing.assert_matches(got, want)
 
 

@@ -155,6 +155,14 @@ def _token_cases() -> Iterator[Case]:
                 lambda x, config=config: quantize.per_token(x, config=config),
                 reference.quantize_per_token,
             )
+            if config.rows == 1 and not config.tail_k:
+                continue
+            yield Case(
+                f"token-nan-to-zero-{config.rows}x{config.block_k}+{config.tail_k}-{_name(dtype)}",
+                lambda dtype=dtype: odd_rows(dtype, 700),
+                lambda x, config=config: quantize.per_token(x, nan_to_zero=True, config=config),
+                lambda x: reference.quantize_per_token(reference.nan_to_zero(x)),
+            )
 
 
 def _grouped(x: torch.Tensor, group: int, layout: str, ue8m0: bool, fmt: fp8.Format) -> QTensor:
