@@ -20,7 +20,10 @@ ROOT = Path(anyfp8.__file__).parent
 
 # layers, lowest first: a module may import its own layer and what its row names; the same table
 # stands in docs/ARCHITECTURE.md
-FACTS = ("errors", "env", "catalogue", "device", "fp8", "launcher", "problem", "reference")
+FACTS = (
+    *("errors", "env", "catalogue", "device", "form", "fp8", "launcher", "problem", "reference"),
+    "replay",
+)
 MAY_IMPORT = {
     "facts": (),
     "checkpoint": ("facts",),

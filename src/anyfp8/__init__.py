@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anyfp8.errors import AnyFp8Error
     from anyfp8.integrations.transformers import load
-    from anyfp8.linear import Fp8Linear, convert, replan
-    from anyfp8.problem import Problem, QTensor, Scheme
+    from anyfp8.linear import Fp8Linear, convert, replan, warmup
+    from anyfp8.problem import Problem, Scheme
     from anyfp8.select import Request, plan
     from anyfp8.tools.quantize import quantize_checkpoint
 
@@ -26,7 +26,6 @@ _HOMES = {
     "AnyFp8Error": "anyfp8.errors",
     "Fp8Linear": "anyfp8.linear",
     "Problem": "anyfp8.problem",
-    "QTensor": "anyfp8.problem",
     "Request": "anyfp8.select",
     "Scheme": "anyfp8.problem",
     "convert": "anyfp8.linear",
@@ -34,13 +33,13 @@ _HOMES = {
     "plan": "anyfp8.select",
     "quantize_checkpoint": "anyfp8.tools.quantize",
     "replan": "anyfp8.linear",
+    "warmup": "anyfp8.linear",
 }
 
 __all__ = [
     "AnyFp8Error",
     "Fp8Linear",
     "Problem",
-    "QTensor",
     "Request",
     "Scheme",
     "__version__",
@@ -49,6 +48,7 @@ __all__ = [
     "plan",
     "quantize_checkpoint",
     "replan",
+    "warmup",
 ]
 
 

@@ -1,17 +1,24 @@
 """Starts Triton kernels without asking Triton each time which compiled kernel that is.
 
 Triton takes 10 to 50 µs to find again what it compiled; more than a decode step's product. Kernels
-of quantization and of products come here; nothing in this file imports Triton.
+of quantization and of products come here; nothing in this file imports Triton before a launch.
+
+The surprise: inside a CUDA graph's capture nothing is compiled. A form that has not run before is
+an error there, raised before anything is launched: compiling would load code into the GPU, which
+ends the capture.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+
+from anyfp8.errors import DeviceError
 
 
 class Launch(Protocol):
@@ -33,6 +40,11 @@ class Launch(Protocol):
     def device(self) -> torch.device: ...
 
 
+Runner = Callable[..., None]
+# a kernel has one for each grid, and so for each number of rows
+MAX_RUNNERS = 16384
+
+
 class Launcher:
     """Starts launches on their tensors' GPU, and remembers what Triton compiled for each form.
 
@@ -43,6 +55,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._runners: dict[tuple[Any, tuple[int, ...]], Runner] = {}
 
     def __call__(self, launch: Launch) -> None:
         device = launch.device
@@ -54,7 +67,7 @@ class Launcher:
             with torch.cuda.device(device):
                 self._start(launch, device.index)
 
-    def _start(self, launch: Launch, device_index: int | None) -> None:
+    def _start(self, launch: Launch, device_index: int) -> None:
         arguments, options = launch.arguments, launch.options
         key = (
             launch.kernel,
@@ -67,10 +80,20 @@ class Launcher:
         known = self._compiled.get(key)
         if known is not None:
             compiled, constants = known
-            runner, positional = compiled[_three(launch.grid)], (*arguments.values(), *constants)
-            runner(*positional)
+            positional = (*arguments.values(), *constants)
+            runner = self._runner(compiled, launch.grid)
+            pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in positional]
+            runner(*pointers, stream=torch._C._cuda_getCurrentRawStream(device_index))
             _note(runner, positional)
             return
+        if capturing():
+            name = getattr(launch.kernel, "__name__", "a kernel")
+            raise DeviceError(
+                f"{name} has not run in this form before the capture of a CUDA graph",
+                got="a first call inside the capture, which may compile nothing",
+                want="the same call once before it, with tensors of these shapes",
+                hint="anyfp8.warmup(model, ms=[...]), or call the function once outside",
+            )
         dependent = {"launch_pdl": True} if launch.pdl else {}
         compiled = launch.kernel[launch.grid](
             **arguments, **launch.constants, **options, **dependent
@@ -80,13 +103,68 @@ class Launcher:
         if names[: len(arguments)] == list(arguments):
             constants = tuple(launch.constants[name] for name in names[len(arguments) :])
             self._compiled[key] = compiled, constants
-            _note(compiled[_three(launch.grid)], (*arguments.values(), *constants))
+            _note(self._runner(compiled, launch.grid), (*arguments.values(), *constants))
         else:
             _note(None, ())
 
+    def _runner(self, compiled: Any, grid: tuple[int, ...]) -> Runner:
+        runner = self._runners.get((compiled, grid))
+        if runner is None:
+            if len(self._runners) >= MAX_RUNNERS:
+                self._runners.clear()
+            runner = self._runners[compiled, grid] = runner_of(compiled, (*grid, 1, 1)[:3])
+        return runner
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def runner_of(compiled: Any, grid: tuple[int, ...]) -> Runner:
+    """runner(*arguments, stream=…) of a compiled kernel: pointers as integers, constants included.
+
+    Triton's own `compiled[grid]` builds what its launch hooks want to know before each launch. It
+    is asked only while hooks (a profiler's) are set, and where its launcher is not the known one.
+    """
+    hooked = compiled[grid]
+    if not hasattr(compiled, "packed_metadata"):
+        return hooked
+    knobs = sys.modules["triton"].knobs.runtime
+    x, y, z = grid
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def runner(*arguments: Any, stream: int) -> None:
+        hooks = knobs.launch_enter_hook
+        if hooks is not None and getattr(hooks, "calls", True):
+            hooked(*arguments, stream=stream)
+        else:
+            run(x, y, z, stream, function, packed, None, None, None, *arguments)
+
+    launch = _c_launcher(run)
+    if launch is None:
+        return runner
+    head = (bool(run.launch_cooperative_grid), bool(run.launch_pdl), None, None, packed)
+
+    def direct(*arguments: Any, stream: int) -> None:
+        if knobs.launch_enter_hook.calls:
+            hooked(*arguments, stream=stream)
+        else:
+            launch(x, y, z, stream, function, *head, None, None, None, *arguments)
+
+    return direct
+
+
+def _c_launcher(run: Any) -> Callable[..., None] | None:
+    """Triton 3.6's C function behind its launcher, where it needs no scratch memory."""
+    if not sys.modules["triton"].__version__.startswith("3.6."):
+        return None
+    sizes = (getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+    return run.launch if type(run).__name__ == "CudaLauncher" and not any(sizes) else None
+
 
 # a started kernel: runner(*arguments) starts it again; None where only Triton can
-Started = tuple[Callable[..., None] | None, tuple[Any, ...]]
+Started = tuple[Runner | None, tuple[Any, ...]]
 _record: ContextVar[list[Started] | None] = ContextVar("anyfp8_launcher_record", default=None)
 
 
@@ -101,14 +179,15 @@ def recording() -> Iterator[list[Started]]:
         _record.reset(token)
 
 
-def _note(runner: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+def recorded() -> bool:
+    """Whether a `recording` block wants to see every launch."""
+    return _record.get() is not None
+
+
+def _note(runner: Runner | None, arguments: tuple[Any, ...]) -> None:
     record = _record.get()
     if record is not None:
         record.append((runner, arguments))
-
-
-def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
-    return (*grid, 1, 1)[:3]
 
 
 def _form_of(argument: Any) -> Any:

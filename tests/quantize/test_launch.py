@@ -3,8 +3,14 @@
 import pytest
 import torch
 
+from anyfp8.errors import DeviceError
 from anyfp8.quantize.launch import Launch, Launcher
 from anyfp8.quantize.per_group import group_config
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
 
 
 class Compiled:
@@ -48,8 +54,20 @@ def test_the_first_launch_compiles_and_the_next_goes_straight_to_the_kernel():
     assert arguments["enable_fp_fusion"] is False
     ((grid, passed),) = kernel.compiled.calls
     assert grid == (3, 2, 1)
-    assert passed[0] is y
-    assert passed[1:] == (9, 64)
+    # addresses: asking a tensor for its own takes the launcher longer
+    assert passed == (y.data_ptr(), 9, 64)
+
+
+def test_a_first_form_inside_a_capture_is_refused_before_anything_is_compiled(monkeypatch):
+    kernel, launcher, x = Kernel(), Launcher(), torch.zeros(32)
+    start(launcher, kernel, x)
+    monkeypatch.setattr("anyfp8.launcher.capturing", lambda: True)
+    start(launcher, kernel, x)
+    with pytest.raises(DeviceError, match="before the capture") as raised:
+        start(launcher, kernel, x, m=16)
+    assert "anyfp8.warmup(model" in raised.value.hint
+    assert len(kernel.compilations) == 1
+    assert len(kernel.compiled.calls) == 1
 
 
 @pytest.mark.parametrize(

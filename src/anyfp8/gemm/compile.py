@@ -49,15 +49,10 @@ def gpu_target(arch: Arch) -> Any:
     return GPUTarget("hip", arch.name, 32 if "wmma" in arch.features else 64)
 
 
-def compile_for(source: Source, arch: Arch) -> Any:
-    """Compile for an architecture: Triton's kernel, with `.asm` and `.metadata.shared` (bytes).
-
-    Raises:
-        MissingPackage: Triton is not installed.
-    """
+def triton_version() -> str:
+    """Of the Triton that is installed. Raises MissingPackage where there is none."""
     try:
         import triton
-        from triton.compiler import ASTSource
     except ImportError as error:
         raise MissingPackage(
             "compiling kernels needs Triton",
@@ -65,6 +60,19 @@ def compile_for(source: Source, arch: Arch) -> Any:
             want="Triton 3.6 to 3.9",
             hint="pip install 'anyfp8[dev]', or a CUDA build of torch",
         ) from error
+    return triton.__version__
+
+
+def compile_for(source: Source, arch: Arch) -> Any:
+    """Compile for an architecture: Triton's kernel, with `.asm` and `.metadata.shared` (bytes).
+
+    Raises:
+        MissingPackage: Triton is not installed.
+    """
+    triton_version()
+    import triton
+    from triton.compiler import ASTSource
+
     kernel = source.load()
     constants = dict(source.constants)
     types = dict(source.signature)

@@ -66,6 +66,11 @@ def use_target(device: Device, run: Callable[[Launch], None]) -> Iterator[None]:
         _forced.reset(token)
 
 
+def redirected() -> bool:
+    """Whether a `use_target` block takes the launches."""
+    return _forced.get() is not None
+
+
 def facts_of(tensor: torch.Tensor) -> Device:
     """The device whose code a launch on this tensor runs."""
     forced = _forced.get()

@@ -23,7 +23,9 @@ import torch
 
 from anyfp8 import env, reference
 from anyfp8.device import current_device
+from anyfp8.errors import DeviceError
 from anyfp8.gemm.base import Backend
+from anyfp8.launcher import capturing
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
 log = logging.getLogger(__name__)
@@ -35,11 +37,28 @@ LIMIT_S = 180
 _TOLERANCE = 0.02
 
 
+def forget() -> None:
+    """Try again what was tried in this process; answers kept in files stay."""
+    _judged.cache_clear()
+    _tried.cache_clear()
+
+
 def judged(backend: Backend, problem: Problem) -> str | None:
     """Why a backend fails on the GPU at hand, as a clause; None where it works.
 
-    Remembered by all of the problem but its shape.
+    Remembered by all of the problem but its shape, unless the GPU's memory was full.
+
+    Raises:
+        DeviceError: inside a CUDA graph's capture, where a trial would fail whatever the backend.
+        torch.OutOfMemoryError: says nothing about the backend.
     """
+    if capturing():
+        raise DeviceError(
+            f"{backend.name} cannot be tried while a CUDA graph is captured",
+            got=f"a first call for {problem.key}",
+            want="a call before the capture",
+            hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
+        )
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _judged(backend, index, replace(problem, m=64, n=256, k=640))
 
@@ -52,6 +71,8 @@ def _judged(backend: Backend, index: int | None, problem: Problem) -> str | None
         config = backend.default_config(problem, current_device())
         prepared = backend.prepare(weight, problem.scheme, problem.x_dtype)
         y = backend.run(x, prepared, problem, config, bias).double().cpu()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         # a library may raise anything; whatever it is, the backend is not for this GPU
         first = (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from anyfp8.errors import InputError
+from anyfp8.errors import DeviceError, InputError
 from anyfp8.gemm.base import PreparedWeight
-from anyfp8.linear.dispatch import linear
+from anyfp8.launcher import capturing
+from anyfp8.linear.calls import in_full, replayed
 from anyfp8.linear.op import traced_linear
 from anyfp8.linear.plans import PREPARED, facts_of, plan_of
 from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
@@ -195,6 +196,11 @@ class Fp8Linear(torch.nn.Module):
         """The choices of this layer on its device, for activations of a dtype."""
         return plan_of(self._key(x_dtype or self.dtype), self.device)
 
+    @property
+    def key(self) -> str:
+        """The facts that its plan depends on besides device and tables, as one string."""
+        return self._key(self.dtype)
+
     def _key(self, x_dtype: torch.dtype) -> str:
         key = self._keys.get(x_dtype)
         if key is None:
@@ -215,9 +221,19 @@ class Fp8Linear(torch.nn.Module):
         """Decide the backends and store the weight as they want it. Safe to call again.
 
         The environment is read here.
+
+        Raises:
+            InputError: no weight yet. DeviceError: inside a CUDA graph's capture.
         """
         if self._prepared is not None:
             return
+        if capturing():
+            raise DeviceError(
+                "a layer is prepared before a CUDA graph is captured, not inside",
+                got="a first call",
+                want="prepare(), or a call, before the capture",
+                hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
+            )
         self.ask()
         PREPARED.add(self)
         if self.device.type == "meta":
@@ -250,15 +266,22 @@ class Fp8Linear(torch.nn.Module):
                 raise RuntimeError("call prepare() on this layer before torch.compile traces it")
             self.prepare()
         bias, input_scale = self._parameters["bias"], self._parameters["input_scale"]
+        key = self._key(x.dtype)
         if torch.compiler.is_compiling():
-            return traced_linear(x, self._stored, bias, input_scale, self._key(x.dtype))
+            return traced_linear(x, self._stored, bias, input_scale, key)
+        prepared = self._prepared
+        assert prepared is not None
+        y = replayed(key, x, self._stored, bias, input_scale, prepared.layout)
+        if y is not None:
+            return y
         plan = self.plan(x.dtype)
-        assert self._prepared is not None
-        if plan.layout != self._prepared.layout:
+        if plan.layout != prepared.layout:
             # planned again since, and the new plan stores the weight differently
             self.unprepare()
             self.prepare()
-        return linear(x, self._prepared, plan, bias=bias, input_scale=input_scale)
+            prepared = self._prepared
+            assert prepared is not None
+        return in_full(key, plan, prepared, x, bias, input_scale)
 
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None

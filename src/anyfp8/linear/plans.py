@@ -19,7 +19,10 @@ from typing import Protocol
 import torch
 
 from anyfp8.device import Device, device_of
-from anyfp8.errors import InputError
+from anyfp8.errors import DeviceError, InputError
+from anyfp8.gemm import probe
+from anyfp8.launcher import capturing
+from anyfp8.linear import calls
 from anyfp8.problem import DTYPE_NAMES, DTYPES, Problem, Scheme
 from anyfp8.select import M_GRID, Plan, Request, plan
 
@@ -80,8 +83,16 @@ def plan_of(layer: str, device: torch.device) -> Plan:
     """The plan of a layer, by its key, on a torch device: made once, until `replan`.
 
     Raises:
-        What `select.plan` raises.
+        DeviceError: the first time inside a CUDA graph's capture, where no backend can be tried.
+        And what `select.plan` raises.
     """
+    if capturing():
+        raise DeviceError(
+            "a layer is placed before a CUDA graph is captured, not inside",
+            got=f"a first call for {layer.partition('|{')[0]}",
+            want="a call before the capture",
+            hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
+        )
     facts = LayerFacts.parse(layer)
     p = facts.problem
     x_dtype = DTYPES[p.x_dtype]
@@ -103,9 +114,12 @@ PREPARED: weakref.WeakSet[Prepared] = weakref.WeakSet()
 def replan() -> None:
     """Make every layer's plan again: after the tables or the environment changed.
 
+    Backends that failed their trial on this GPU are tried again.
     A layer whose new plan wants its weight in another layout prepares it again.
     """
     plan_of.cache_clear()
+    calls.forget()
+    probe.forget()
     for layer in list(PREPARED):
         layer.ask()
 

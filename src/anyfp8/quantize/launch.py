@@ -115,6 +115,11 @@ def use_target(target: Target) -> Iterator[None]:
         _forced.reset(token)
 
 
+def redirected() -> bool:
+    """Whether a `use_target` block takes the launches."""
+    return _forced.get() is not None
+
+
 def target_of(device: torch.device) -> Target | None:
     """Where tensors of this device are quantized; None means by `reference` in PyTorch.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyfp8.launcher import Launcher, Started, recording
+from anyfp8.launcher import Launcher, Started, recorded, recording
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import target_of
 
@@ -87,7 +87,7 @@ def planned(
     if device < 0:
         return full()
     target = target_of(inputs[0].device)
-    if target is None or type(target.run) is not Launcher:
+    if target is None or type(target.run) is not Launcher or recorded():
         return full()
     given = inputs if data is None and scale is None else (*inputs, data, scale)
     key = (*options, *map(_form_of, given))
