@@ -1,4 +1,9 @@
-"""Every willing backend on real models' shapes and odd ones, on the GPU at hand."""
+"""Every willing backend on real models' shapes and odd ones, on the GPU at hand.
+
+A test is a layer, a backend and an accumulate mode, and holds every M with and without a bias. Run
+in parallel with `-n 16 --dist loadgroup`: one process then has all tests of a layer, and what they
+share (operands, exact products) is made once; most of the time goes into compiling kernels.
+"""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -39,25 +44,25 @@ ODD = (
 )
 MS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 133, 512, 4097)
 FIRST = (ROW, BLOCK, Scheme("channel"))  # the schemes of the large shapes
-LARGE = 100_000_000  # weights from which one test at a time may run: fp64 copies fill the GPU
+LARGE = 200_000_000  # weights whose fp64 copies let few processes have one at a time
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def cases():
-    for scheme in SCHEMES:
-        for n, k in ODD:
-            for dtype in (torch.bfloat16, torch.float16) if scheme in FIRST else (torch.bfloat16,):
-                yield scheme, n, k, dtype
     for scheme in FIRST:
         for n, k in (*QWEN3_8B, *LLAMA3_70B, *DEEPSEEK_V3):
-            yield scheme, n, k, torch.bfloat16
+            yield from ((scheme, n, k, dtype) for dtype in DTYPES)
+    for scheme in SCHEMES:
+        for n, k in ODD:
+            yield from ((scheme, n, k, dtype) for dtype in DTYPES)
 
 
 def marked(case):
     scheme, n, k, dtype = case
-    large = n * k > LARGE and find_spec("xdist") is not None
-    marks = [pytest.mark.xdist_group("large")] if large else []
-    name = "fp16" if dtype == torch.float16 else "bf16"
-    return pytest.param(*case, marks=marks, id=f"{scheme.name}-n{n}-k{k}-{name}")
+    name = f"{scheme.name}-n{n}-k{k}-{testing_gemm.DTYPE_NAMES[dtype]}"
+    group = f"large-{scheme.name}" if n * k > LARGE else name
+    marks = [pytest.mark.xdist_group(group)] if find_spec("xdist") else []
+    return pytest.param(*case, marks=marks, id=name)
 
 
 @lru_cache(maxsize=1)
@@ -79,17 +84,16 @@ def no_tf32():
 @pytest.mark.parametrize("accumulate", ["fast", "fp32_128"])
 @pytest.mark.parametrize(("scheme", "n", "k", "dtype"), [marked(c) for c in cases()])
 def test_product_errs_at_most_twice_as_much_as_torch(scheme, n, k, dtype, accumulate, backend):
-    device = current_device()
-    # half of the shapes have a bias, so that each kernel is seen with and without
-    bias = n // 16 % 2 == 0
-    name = testing_gemm.DTYPE_NAMES[dtype]
-    problem = testing_gemm.Problem("linear", scheme, 1, n, k, name, name, bias, accumulate)
-    why = _refusal(backend, problem, device)
-    if why:
-        pytest.skip(f"{backend.name} {why}")
-    layer = layer_of(scheme, n, k, dtype)
-    wanted = oracle_of(scheme, n, k, dtype, backend.kind == "w8a8", bias)
-    found = [testing_gemm.check(backend, layer, wanted, problem, device, rows=m) for m in MS]
+    device, name = current_device(), testing_gemm.DTYPE_NAMES[dtype]
+    found = []
+    for bias in (False, True):
+        problem = testing_gemm.Problem("linear", scheme, 1, n, k, name, name, bias, accumulate)
+        why = _refusal(backend, problem, device)
+        if why:
+            pytest.skip(f"{backend.name} {why}")
+        layer = layer_of(scheme, n, k, dtype)
+        wanted = oracle_of(scheme, n, k, dtype, backend.kind == "w8a8", bias)
+        found += [testing_gemm.check(backend, layer, wanted, problem, device, rows=m) for m in MS]
     assert not any(found), "\n".join(filter(None, found))
 
 

@@ -96,12 +96,30 @@ def test_every_m_of_a_plan_is_right_and_can_be_captured_in_a_graph(layer):
         assert torch.equal(again, y)
 
 
-def test_a_row_has_the_same_bits_at_every_m_when_batch_invariant(layer):
+@pytest.mark.parametrize("scheme", [ROW, BLOCK, Scheme("channel")], ids=lambda s: s.name)
+def test_a_row_has_the_same_bits_at_every_m_when_batch_invariant(scheme):
+    m, n, k = 4097, 320, 1096
+    layer = testing_gemm.random_layer(scheme, m, n, k, device="cuda")
     request = Request(batch_invariant=True)
-    found = plan(layer.scheme, N, K, current_device(), bias=True, request=request)
-    full = run(found, layer, 512)
-    for m in (1, 2, 17, 64, 65, 128, 511):
-        assert torch.equal(run(found, layer, m), full[:m])
+    found = plan(scheme, n, k, current_device(), bias=True, request=request)
+    full = run(found, layer, m)
+    wanted = testing_gemm.oracle(layer, scheme != Scheme("channel"), True, torch.bfloat16)
+    assert (full.double() - wanted.exact).norm() < 0.01 * wanted.exact.norm()
+    same = [torch.equal(run(found, layer, rows), full[:rows]) for rows in range(1, m)]
+    assert all(same), f"M={same.index(False) + 1} has other bits"
+
+
+def test_without_rows_the_kill_switch_turns_the_ranker_off_too(layer, monkeypatch):
+    device, none = current_device(), Tables(current_device(), ())
+    ranked = plan(layer.scheme, N, K, device, bias=True, tables=none)
+    monkeypatch.setenv("SGLANG_ENABLE_FP8_GEMM_CONFIG_TUNE", "0")
+    off = plan(layer.scheme, N, K, device, bias=True, tables=none)
+    bare = plan(layer.scheme, N, K, device, bias=True, request=Request(tune=False))
+    for m in (1, 17, 64, 512):
+        assert ranked.choice(m).source == "ranker"
+        assert off.choice(m).source == "default"
+        assert torch.equal(run(off, layer, m), run(bare, layer, m))
+        assert close(layer, m, run(ranked, layer, m))
 
 
 def test_forced_weight_only_is_exact_on_the_dequantized_weight(layer):
