@@ -77,6 +77,24 @@ def _best_of(backend: Backend, problem: Problem, device: Device) -> Prediction |
     return None if us is None else Prediction(us, backend, config)
 
 
+def ordered(problem: Problem, device: Device, backend: Backend) -> list[Config]:
+    """All of a backend's configurations, the fastest first: where the tuner begins.
+
+    Without figures of the device the default comes first and the rest as the backend names them.
+    """
+    configs = list(backend.configs(problem, device))
+    if _known(device) and backend.config_class is TileConfig and device.fp8_tflops:
+        times: list[float | None] = []
+        times += tile_times(problem, device, cast("list[TileConfig]", configs))
+    else:
+        times = [estimate(problem, device, backend, config) for config in configs]
+    order = sorted(range(len(configs)), key=lambda i: (times[i] is None, times[i] or 0.0))
+    found = [configs[i] for i in order]
+    if not configs or None not in times:
+        return found
+    return list(dict.fromkeys((backend.default_config(problem, device), *found)))
+
+
 def estimate(problem: Problem, device: Device, backend: Backend, config: Config) -> float | None:
     """µs of one configuration; None without a model of the backend or figures of the device."""
     if not _known(device):

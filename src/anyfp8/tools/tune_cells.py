@@ -1,0 +1,201 @@
+"""MODEL or N,K, GPU → cells to tune: each a scheme, a shape and a number of rows; the most useful
+first.
+
+Shapes are those of the checkpoint's config after fusion (q/k/v in one, gate/up in one) and after
+tensor parallelism, from the functions that `explain` uses: what is tuned is what a layer asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from anyfp8 import gemm
+from anyfp8.device import Device
+from anyfp8.errors import InputError
+from anyfp8.gemm.base import Backend, Config
+from anyfp8.problem import DTYPE_NAMES, Problem, Scheme
+from anyfp8.select import M_GRID, Request
+from anyfp8.select.predict import ordered
+from anyfp8.select.selection import resolve_accumulate, resolve_numerics
+from anyfp8.tools.gemm_shapes import MODELS
+from anyfp8.tools.shapes import DEFAULT_SCHEME, Layer, Model, fused, read_model, sharded
+
+# every M is within a factor of 4 of one of these, which is how far a row reaches
+QUICK_MS = (1, 4, 16, 64, 256, 1024, 4096)
+OPS = ("gemm", "linear")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to tune.
+
+    Attributes:
+        ops: "gemm" and "linear": with which the finalists race. The search times the product, or
+            the whole linear where activations are not quantized.
+    """
+
+    scheme: Scheme
+    n: int
+    k: int
+    m: int
+    ops: tuple[str, ...]
+    dtype: str = "bf16"
+    accumulate: str = "fast"
+    numerics: str = "scheme"
+
+    @property
+    def key(self) -> str:
+        return "|".join(
+            (self.problem(op := self.ops[0]).key.removeprefix(f"{op}|"), "+".join(self.ops))
+        )
+
+    @property
+    def shape(self) -> tuple[Scheme, int, int, str]:
+        return self.scheme, self.n, self.k, self.dtype
+
+    def problem(self, op: str) -> Problem:
+        return Problem(
+            op, self.scheme, self.m, self.n, self.k, self.dtype, self.dtype, False,
+            self.accumulate, self.numerics,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a worker is told; `from_dict` reads it back."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"scheme": self.scheme.name}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Cell:
+        scheme = Scheme.parse(values["scheme"])
+        return cls(**values | {"scheme": scheme, "ops": tuple(values["ops"])})
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k} M={self.m}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight to tune for: how many layers have it, and what the first of them is called."""
+
+    name: str
+    scheme: Scheme
+    n: int
+    k: int
+    dtype: str
+    count: int
+
+
+def read_shapes(
+    texts: Iterable[str], scheme: Scheme | None = None, tp: int = 1
+) -> tuple[list[Shape], list[str]]:
+    """Shapes of models, configs, "N,K" and the benchmarks' names; the most work first.
+
+    Returns:
+        (shapes, notes on what was assumed).
+
+    Raises:
+        InputError, CheckpointError: as `shapes.read_model`.
+    """
+    found: dict[tuple[Scheme, int, int, str], Shape] = {}
+    notes: list[str] = []
+    for text in texts:
+        model = _named(text, scheme) or read_model(text, scheme)
+        notes += model.notes
+        model = sharded(fused(model), tp)
+        for layer in model.layers:
+            dtype = DTYPE_NAMES[model.dtype]
+            key = (layer.scheme, layer.n, layer.k, dtype)
+            old = found.get(key)
+            count = 1 if old is None else old.count + 1
+            found[key] = Shape(old.name if old else layer.kind, *key, count)
+    shapes = sorted(found.values(), key=lambda s: -s.count * s.n * s.k)
+    return shapes, list(dict.fromkeys(notes))
+
+
+def _named(text: str, scheme: Scheme | None) -> Model | None:
+    if text not in MODELS:
+        return None
+    layers = tuple(Layer(s.name, scheme or DEFAULT_SCHEME, s.n, s.k) for s in MODELS[text])
+    return Model(text, layers)
+
+
+def cells_of(
+    shapes: Sequence[Shape], device: Device, ms: Sequence[int], ops: Sequence[str] = OPS
+) -> list[Cell]:
+    """The cells of every shape, Ms far apart first, so that a run that is stopped covers all.
+
+    Raises:
+        InputError: no op is left, such as "gemm" of a weight-only scheme.
+    """
+    coarse = [m for m in ms if m in QUICK_MS]
+    cells = []
+    for some in (coarse, [m for m in ms if m not in coarse]):
+        for shape in shapes:
+            cells += [_cell(shape, device, m, ops) for m in sorted(some)]
+    return cells
+
+
+def _cell(shape: Shape, device: Device, m: int, ops: Sequence[str]) -> Cell:
+    quantized = shape.scheme.activation != "none" and device.has_fp8
+    possible = tuple(op for op in OPS if op in ops and (quantized or op == "linear"))
+    if not possible:
+        raise InputError(
+            "there is no product of quantized operands to tune",
+            got=f"--op gemm for {shape.scheme.name} on {device.name}",
+            want="--op linear",
+        )
+    return Cell(
+        shape.scheme, shape.n, shape.k, m, possible, shape.dtype,
+        resolve_accumulate("auto", shape.k, device), resolve_numerics(Request(), device),
+    )  # fmt: skip
+
+
+def willing(cell: Cell, op: str, device: Device, refused: dict[str, str]) -> list[Backend]:
+    """Backends that may serve a cell, in the default path's order, then the others.
+
+    Args:
+        refused: what the GPU at hand said no to: {backend: why}.
+    """
+    problem = cell.problem(op)
+    found = []
+    for backend in sorted(gemm.backends(), key=lambda b: not b.default):
+        if backend.name in refused or backend.missing() or backend.why_not(problem, device):
+            continue
+        quantizes = backend.kind == "w8a8"
+        if quantizes and (cell.scheme.activation == "none" or not device.has_fp8):
+            continue
+        if quantizes and cell.accumulate not in backend.accumulates:
+            continue
+        if not quantizes and op == "gemm":
+            continue
+        found.append(backend)
+    kinds = {backend.kind for backend in found}
+    # weight-only is no contender where the checkpoint's own arithmetic can be had
+    if "w8a8" in kinds and cell.numerics == "scheme":
+        found = [backend for backend in found if backend.kind == "w8a8"]
+    # the last resort dequantizes the weight in each call
+    return [b for b in found if b.name != "dequant"] or found
+
+
+def space_of(backend: Backend, cell: Cell, device: Device) -> list[Config]:
+    """A backend's configurations in the ranker's order."""
+    return ordered(cell.problem(cell.ops[0]), device, backend)
+
+
+def searched(backends: Iterable[Backend], cell: Cell, device: Device) -> Iterator[Backend]:
+    """Those with something to choose."""
+    for backend in backends:
+        configs = iter(backend.configs(cell.problem(cell.ops[0]), device))
+        if next(configs, None) is not None and next(configs, None) is not None:
+            yield backend
+
+
+def grid(effort: str, text: str | None) -> tuple[int, ...]:
+    """Ms of an effort, or those that the user names. Raises InputError for no list of numbers."""
+    if text is None:
+        return QUICK_MS if effort == "quick" else M_GRID
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError("cannot read --m", got=repr(text), want="such as 1,16,4096")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,175 @@
+"""What `anyfp8 tune --dry-run` says: which cells, which candidates, how long, into which file.
+
+Needs no GPU. The estimate of time is the H200's with 16 cores: compiling takes most of it, so it
+grows where cores are few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from anyfp8.device import Device
+from anyfp8.gemm.base import Config
+from anyfp8.select import Request
+from anyfp8.select.predict import estimate
+from anyfp8.select.selection import select
+from anyfp8.tools import console
+from anyfp8.tools.tune_cells import Cell, Shape, space_of, willing
+from anyfp8.tools.tune_contest import Contest
+from anyfp8.tools.tune_search import Effort
+
+# seconds on an H200: timing one configuration, a race, compiling one on one core
+_TIMING_S, _RACE_S, _COMPILE_S = 0.08, 0.8, 2.0
+
+
+def seconds_of(cell: Cell, device: Device, effort: Effort) -> float:
+    """About how long one cell takes on one GPU here."""
+    contest = Contest(cell, device, {}, effort)
+    searches = len({backend for backend, _ in contest.asks()})
+    compiling = _COMPILE_S * effort.most / max(1, (os.cpu_count() or 2) - 2)
+    timing = _TIMING_S * (effort.most + effort.again)
+    return searches * max(compiling, timing) + _RACE_S * len(cell.ops)
+
+
+def plan_json(
+    shapes: Sequence[Shape],
+    cells: Sequence[Cell],
+    device: Device,
+    effort: Effort,
+    path: Path,
+    explain: bool,
+) -> dict[str, Any]:
+    """The plan as `--json` prints it."""
+    return {
+        "device": device.name,
+        "table": str(path),
+        "cells": [_cell(cell, device, explain) for cell in cells],
+        "layers": [
+            {"name": s.name, "scheme": s.scheme.name, "n": s.n, "k": s.k, "count": s.count}
+            for s in shapes
+        ],
+        "configurations_a_search": effort.most,
+        "seconds": round(_seconds(cells, device, effort)),
+    }
+
+
+def plan_text(
+    shapes: Sequence[Shape],
+    cells: Sequence[Cell],
+    device: Device,
+    effort: Effort,
+    path: Path,
+    explain: bool,
+) -> str:
+    """The plan for a person."""
+    rows = []
+    for shape in shapes:
+        mine = [c for c in cells if c.shape == (shape.scheme, shape.n, shape.k, shape.dtype)]
+        if not mine:
+            continue
+        spaces = [f"{name} {len(order)}" for name, order in _spaces(mine[0], device)]
+        rows.append(
+            [
+                shape.name,
+                shape.scheme.name,
+                f"{shape.n}x{shape.k}",
+                str(shape.count),
+                str(len(mine)),
+                ", ".join(spaces) or "none",
+            ]
+        )
+    heading = ["layer", "scheme", "N x K", "layers", "Ms", "configurations to choose from"]
+    lines = [console.table(heading, rows, left=2), ""]
+    ms = sorted({cell.m for cell in cells})
+    lines.append(f"M: {', '.join(map(str, ms))}")
+    seconds = _seconds(cells, device, effort)
+    lines.append(
+        f"{len(cells)} cells on {device.name}, at most {effort.most} configurations timed in a "
+        f"search; about {_time(seconds)} on one GPU with {os.cpu_count()} cores to compile"
+    )
+    lines.append(f"then {_races(cells)} against the default path and what else is installed")
+    lines.append(f"rows go to {path}")
+    if explain:
+        for cell in cells:
+            lines += ["", *_explained(cell, device, effort)]
+    return "\n".join(lines)
+
+
+def ranker_choices(cells: Sequence[Cell], device: Device) -> list[dict[str, Any]]:
+    """What an untuned GPU runs: the answer of the selection without a table."""
+    found = []
+    for cell in cells:
+        for op in cell.ops:
+            problem = cell.problem(op)
+            choice = select(problem, device, Request(tune=True))
+            backend = next(b for b in willing(cell, op, device, {}) if b.name == choice.backend)
+            us = estimate(problem, device, backend, choice.config)
+            config = " ".join(f"{k}={v}" for k, v in choice.config.to_dict().items())
+            found.append(
+                {
+                    "op": op,
+                    "scheme": cell.scheme.name,
+                    "n": cell.n,
+                    "k": cell.k,
+                    "m": cell.m,
+                    "backend": choice.backend,
+                    "config": config,
+                    "us": "-" if us is None else f"{us:.1f}",
+                    "source": choice.source,
+                }
+            )
+    return found
+
+
+def _cell(cell: Cell, device: Device, explain: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "ops": list(cell.ops), "scheme": cell.scheme.name, "n": cell.n, "k": cell.k, "m": cell.m,
+        "spaces": {name: len(order) for name, order in _spaces(cell, device)},
+    }  # fmt: skip
+    if explain:
+        found["first"] = [
+            {"backend": name, "config": ask.config.to_dict()}
+            for name, ask in Contest(cell, device, {}, Effort()).asks()
+        ]
+    return found
+
+
+def _explained(cell: Cell, device: Device, effort: Effort) -> Iterator[str]:
+    problem = cell.problem(cell.ops[0])
+    spaces = dict(_spaces(cell, device))
+    yield f"{cell} {cell.scheme.name}, timed first:"
+    for name, ask in Contest(cell, device, {}, effort).asks():
+        backend = next(b for b in willing(cell, cell.ops[0], device, {}) if b.name == name)
+        us = estimate(problem, device, backend, ask.config)
+        guess = "no estimate" if us is None else f"{us:.1f} µs estimated"
+        place = _place(spaces[name], ask.config)
+        shown = " ".join(f"{k}={v}" for k, v in ask.config.to_dict().items())
+        yield f"  {name} {shown}: {guess}, {place}"
+
+
+def _place(order: Sequence[Config], config: Config) -> str:
+    return f"number {order.index(config) + 1} of the ranker" if config in order else "the default"
+
+
+def _spaces(cell: Cell, device: Device) -> Iterator[tuple[str, list[Config]]]:
+    for backend in willing(cell, cell.ops[0], device, {}):
+        order = space_of(backend, cell, device)
+        if len(order) > 1:
+            yield backend.name, order
+
+
+def _races(cells: Sequence[Cell]) -> str:
+    ops = sorted({op for cell in cells for op in cell.ops})
+    races = sum(len(cell.ops) for cell in cells)
+    return f"{races} paired races ({' and '.join(ops)})"
+
+
+def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
+    return len(cells) * seconds_of(cells[0], device, effort) if cells else 0.0
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,180 @@
+"""≤ 25 timed configurations → the few best: the ranker's first, some unlike them, neighbours.
+
+Nothing here measures. A search is a generator: it yields batches of `Ask`, is sent what each took,
+and returns the finalists, best first. So a GPU, a replay of a recorded sweep and a noisy fake drive
+the same code, and whoever drives may time what is compiled while the rest compiles. The surprise:
+the first timing is short, and a lucky one would win; the better third is therefore timed again and
+longer, and only those second times count among the finalists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from anyfp8.gemm.base import Config
+
+# how much longer than the first a second timing is
+LONGER = 3
+# configurations of one tile among the first
+_A_TILE = 2
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much one search may time.
+
+    Attributes:
+        first: of the ranker's order. diverse: unlike those. most: configurations in all.
+        again: of the best that are timed a second time. finalists: how many are returned.
+    """
+
+    first: int = 12
+    diverse: int = 4
+    most: int = 25
+    again: int = 8
+    finalists: int = 4
+
+
+FULL = Effort()
+QUICK = Effort(first=6, diverse=2, most=12, again=4, finalists=3)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Time a configuration, `share` times as long as a first timing."""
+
+    config: Config
+    share: int = 1
+
+
+Times = Mapping[Config, "float | None"]
+Search = Generator[tuple[Ask, ...], Times, tuple[Config, ...]]
+
+
+def search(order: Sequence[Config], effort: Effort = FULL, default: Config | None = None) -> Search:
+    """Look for the fastest configuration of a space.
+
+    Args:
+        order: the space, the ranker's first first.
+        default: is timed too, as one of the first.
+
+    Yields:
+        What to time next. Send {config: µs}, with None for one that failed or gave no usable time.
+
+    Returns:
+        The finalists, best first; empty where nothing could be timed.
+    """
+    space = Space(order)
+    known: dict[Config, float] = {}
+    asked: dict[Config, None] = {}
+
+    def batch(configs: Sequence[Config]) -> tuple[Ask, ...]:
+        fresh = [c for c in dict.fromkeys(configs) if c not in asked]
+        fresh = fresh[: effort.most - len(asked)]
+        asked.update(dict.fromkeys(fresh))
+        return tuple(Ask(c) for c in fresh)
+
+    def best(count: int) -> list[Config]:
+        return sorted(known, key=lambda c: known[c])[:count]
+
+    opening = space.first(effort.first)
+    opening += [default] if default is not None else []
+    opening += space.unlike(opening, effort.diverse)
+    asks = batch(opening)
+    while asks:
+        known |= usable(known, (yield asks))
+        if len(asked) >= effort.most or not known:
+            break
+        # half of what is left around the best, the rest around what is best then
+        left = -(-(effort.most - len(asked)) // 2)
+        near = [c for c in space.near(best(2)) if c not in asked]
+        asks = batch(near[: max(left, 2)])
+    again = best(effort.again)
+    if len(again) < 2:
+        return tuple(again)
+    second = usable(known, (yield tuple(Ask(c, LONGER) for c in again)))
+    return tuple(sorted(second, key=lambda c: second[c])[: effort.finalists]) or tuple(again[:1])
+
+
+def usable(known: Mapping[Config, float], times: Times) -> dict[Config, float]:
+    """Times that can be true: of zero, negative and endless ones nothing is learnt."""
+    return {c: us for c, us in times.items() if us is not None and 0 < us < math.inf}
+
+
+def drive(
+    steps: Search, time: Callable[[Config, int], float | None]
+) -> tuple[tuple[Config, ...], dict[Config, float | None]]:
+    """Run a search to its end; returns the finalists and the last time of each configuration."""
+    seen: dict[Config, float | None] = {}
+    try:
+        asks = next(steps)
+        while True:
+            times = {ask.config: time(ask.config, ask.share) for ask in asks}
+            seen |= times
+            asks = steps.send(times)
+    except StopIteration as stop:
+        return stop.value, seen
+
+
+class Space:
+    """Configurations of one kind in the ranker's order; who is whose neighbour, who is unlike."""
+
+    def __init__(self, order: Sequence[Config]) -> None:
+        self.order = list(order)
+        names = [f.name for f in fields(order[0])] if order else []
+        self._values = [sorted({getattr(c, n) for c in order}, key=_rank_of) for n in names]
+        self._names = names
+        self._place = {c: self._position(c) for c in self.order}
+
+    def first(self, count: int) -> list[Config]:
+        """The first in order, at most two of one tile: the model hardly tells warps and stages."""
+        seen: dict[tuple[object, ...], int] = {}
+        found = []
+        for config in self.order:
+            tile = tuple(getattr(config, n) for n in self._names if not n.startswith("num_"))
+            seen[tile] = seen.get(tile, 0) + 1
+            if seen[tile] <= _A_TILE:
+                found.append(config)
+            if len(found) == count:
+                break
+        return found
+
+    def near(self, configs: Sequence[Config]) -> Iterator[Config]:
+        """Neighbours in the ranker's order: at most two steps away, of one or of two parameters.
+
+        Two, because a wider tile often needs fewer stages to fit.
+        """
+        centres = [self._position(c) for c in configs]
+        for config in self.order:
+            place = self._place[config]
+            if any(_steps(place, centre) <= 2 for centre in centres):
+                yield config
+
+    def unlike(self, configs: Sequence[Config], count: int) -> list[Config]:
+        """Of the better quarter those farthest from `configs` and from each other."""
+        pool = self.order[: max(64, len(self.order) // 4)]
+        taken, found = [self._position(c) for c in configs], []
+        for _ in range(min(count, len(pool))):
+            if not taken:
+                break
+            farthest = max(pool, key=lambda c: min(_steps(self._place[c], t) for t in taken))
+            found.append(farthest)
+            taken.append(self._place[farthest])
+        return found
+
+    def _position(self, config: Config) -> tuple[int, ...]:
+        # a value that the space lacks lies beyond its end
+        return tuple(
+            values.index(v) if (v := getattr(config, name)) in values else len(values)
+            for name, values in zip(self._names, self._values, strict=True)
+        )
+
+
+def _steps(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def _rank_of(value: object) -> tuple[int, object]:
+    return (0, value) if isinstance(value, (int, float)) else (1, str(value))
