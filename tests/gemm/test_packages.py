@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyfp8 import gemm, reference, testing_gemm
-from anyfp8.device import CPU, find_device
+from anyfp8.device import ARCHES, CPU, find_device, generic_device
 from anyfp8.gemm import marlin, packages, probe
 from anyfp8.problem import Problem, Scheme
 from anyfp8.select import Request, plan, select
@@ -155,6 +155,35 @@ def test_a_package_that_is_not_installed_is_named():
     assert "vllm or sglang" in refused["marlin"]
     refused = dict(select(Problem("linear", ROW, 1, 4096, 4096), H200).refused)
     assert "sglang-kernel" in refused["cutlass"]
+
+
+@pytest.mark.parametrize("name", ["sm_100", "sm_103", "sm_110", "sm_120", "sm_121"])
+def test_each_package_has_its_own_rule_on_blackwell(install, name):
+    device = generic_device(ARCHES[name])
+    data_centre = name in ("sm_100", "sm_103")
+    install("deep_gemm")
+    gates = {
+        ("cutlass", ROW): name != "sm_110",
+        ("cutlass", BLOCK): False,
+        # its kernels for SM100 read packed exponents, which fp32 scales are not
+        ("deep_gemm", BLOCK): False,
+        ("flashinfer", BLOCK): data_centre,
+        ("torch_scaled_mm", BLOCK): False,
+        ("torch_scaled_mm", ROW): name not in ("sm_120", "sm_121"),
+        ("torch_scaled_mm", Scheme("tensor", "tensor")): True,
+    }
+    for (backend, scheme), willing in gates.items():
+        problem = Problem("gemm", scheme, 64, 4096, 4096, accumulate="fast")
+        why = gemm.backend(backend).why_not(problem, device)
+        assert (why is None) == willing, f"{backend} {scheme.name}: {why}"
+    # generic Triton code is what is always left, and it fits
+    for scheme, last in ((ROW, "triton_row"), (BLOCK, "triton_block")):
+        for m in (1, 64, 4096):
+            problem = Problem("gemm", scheme, m, 4096, 4096, accumulate="fp32_128")
+            backend = gemm.backend(last)
+            assert backend.why_not(problem, device) is None
+            need = backend.smem_bytes(backend.default_config(problem, device), problem, device)
+            assert need <= (101_376 if name in ("sm_120", "sm_121") else 232_448)
 
 
 def test_a_backend_off_the_default_path_waits_for_its_name(install):

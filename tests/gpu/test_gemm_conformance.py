@@ -40,7 +40,8 @@ LLAMA3_70B = (
 DEEPSEEK_V3 = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 ODD = (
     *((1, 1), (1, 33), (33, 1), (33, 33), (33, 80), (80, 320), (320, 576), (576, 1856)),
-    *((1856, 2112), (2112, 8608), (8608, 320), (576, 7168), (512, 712), (48, 100)),
+    *((1856, 2112), (2112, 8608), (8608, 320), (576, 7168), (512, 712), (33, 48), (4, 100)),
+    (256, 640),  # whole blocks, an odd number of them along K
 )
 MS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 133, 512, 4097)
 FIRST = (ROW, BLOCK, Scheme("channel"))  # the schemes of the large shapes
@@ -163,15 +164,19 @@ def test_long_sums_of_one_sign_keep_the_precision_that_the_mode_promises(name, a
     sx = one if scheme.block is None else torch.ones(m, k // 128, device="cuda")
     weight = testing_gemm.canonical_weight(testing_gemm.QTensor(w, sw, scheme.block), scheme)
     q = testing_gemm.QTensor(x.view(torch.float8_e4m3fn), sx, scheme.block and (1, 128))
-    problem = testing_gemm.Problem("gemm", scheme, m, n, k, "bf16", "bf16", False, accumulate)
+    problem = testing_gemm.Problem("gemm", scheme, m, n, k, "bf16", "fp32", False, accumulate)
+    if _refusal(backend, problem, device):
+        # cuBLASLt's product of block scales may give 16 bits only
+        problem = replace(problem, out_dtype="bf16")
     why = _refusal(backend, problem, device)
     if why:
         pytest.skip(f"{name} {why}")
     y = backend.run(q, weight, problem, backend.default_config(problem, device))
     exact = 448.0 * 448.0 + k - 1
     error = ((y.double() - exact).abs().max() / exact).item()
-    # bf16 alone errs by 2^-9; "fast" may lose a unit of 2^-13 in each sum of 32
-    assert error < (2**-8 if accumulate == "fp32_128" else 2**-8 + k / 32 * 2**-13)
+    rounding = 2**-9 if problem.out_dtype == "bf16" else 0.0
+    # "fast" may lose a unit of 2^-13 in each sum of 32
+    assert error < rounding + (1e-3 if accumulate == "fp32_128" else k / 32 * 2**-13)
 
 
 def test_every_finite_code_is_decoded_exactly():

@@ -5,9 +5,11 @@ import logging
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from anyfp8 import gemm
-from anyfp8.device import find_device
+from anyfp8.device import ARCHES, find_device, generic_device
 from anyfp8.errors import TableError
 from anyfp8.gemm.tiles import TileConfig
 from anyfp8.integrations import sglang_tables
@@ -209,6 +211,7 @@ def test_a_missing_table_is_said_once_and_names_the_file_and_the_command(caplog)
     said = [r.message for r in caplog.records if "no tuned row" in r.message]
     assert len(said) == 1
     assert "nvidia_h100_80gb_hbm3.jsonl" in said[0]
+    assert "anyfp8 tune 2112,7168" in said[0]
     assert "anyfp8 tables import" in said[0]
 
 
@@ -292,6 +295,79 @@ def published_l40s():
         (24576, 4096, 8192, tile(256, 128, 128, 8, 2)),
         (4096, 12288, 4, tile(16, 32, 1024, 4, 3)),
     )
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp16", "fp32"])
+def test_every_shipped_row_fits_every_gpu_and_output_after_the_one_check(out):
+    kept = 0
+    for shipped in tables.shipped_folder().glob("*.jsonl"):
+        for line in tables.read_table(shipped).rows:
+            if line.config is None or not tables.known_backend(line.backend):
+                continue
+            backend, scheme = gemm.backend(line.backend), Scheme.parse(line.scheme)
+            asked = Problem("gemm", scheme, line.m, line.n, line.k, "bf16", out)
+            for name, arch in ARCHES.items():
+                if arch.vendor == "cpu" or backend.why_not(asked, generic_device(arch)):
+                    continue
+                device = generic_device(arch)
+                config = tables.usable(line, backend, asked, device)
+                assert config is not None, f"{line} is dropped on {name}"
+                assert backend.smem_bytes(config, asked, device) <= device.shared_memory
+                kept += 1
+    assert kept > 1000
+
+
+POWERS = st.sampled_from([16, 32, 64, 128, 256])
+TILES = st.fixed_dictionaries(
+    {
+        "BLOCK_SIZE_M": POWERS,
+        "BLOCK_SIZE_N": POWERS,
+        "BLOCK_SIZE_K": POWERS,
+        "num_warps": st.sampled_from([1, 2, 4, 8, 16]),
+        "num_stages": st.integers(1, 12),
+    },
+    optional={"waves_per_eu": st.integers(0, 4), "matrix_instr_nonkdim": st.just(16)},
+)
+GROUPED = st.tuples(TILES, st.integers(1, 64)).map(lambda t: t[0] | {"GROUP_SIZE_M": t[1]})
+SIZES, MS = st.integers(1, 60_000), st.integers(1, 100_000)
+
+
+@st.composite
+def engine_files(draw):
+    """(engine, {file name: {M: tile or None}}) as SGLang or vLLM spell them, of one GPU."""
+    engine = draw(st.sampled_from(["sglang", "vllm"]))
+    gpu = draw(st.sampled_from(["NVIDIA_L40S", "NVIDIA_H100_80GB_HBM3", "AMD_Instinct_MI300X"]))
+    space = " " if engine == "sglang" else ""
+    files = {}
+    for _ in range(draw(st.integers(1, 3))):
+        start = f"N={draw(SIZES)},K={draw(SIZES)},device_name={gpu},dtype=fp8_w8a8"
+        if draw(st.booleans()):
+            name, tile = f"{start}_channelwise.json", st.none() | TILES
+        else:
+            block = f"[{draw(POWERS)},{space}{draw(POWERS)}]"
+            name, tile = f"{start},block_shape={block}.json", st.none() | GROUPED
+        files[name] = draw(st.dictionaries(MS, tile, min_size=1, max_size=5))
+    return engine, files
+
+
+@settings(deadline=None, max_examples=60)
+@given(given_files=engine_files())
+def test_any_engines_files_come_back_as_they_were(tmp_path_factory, given_files):
+    engine, files = given_files
+    folder = tmp_path_factory.mktemp("engine")
+    # written by hand, as the engines write them
+    for name, configs in files.items():
+        text = json.dumps({str(m): config for m, config in configs.items()}, indent=4)
+        (folder / name).write_text(text + "\n")
+    [table] = sglang_tables.read_files([folder / name for name in files])
+    path = folder / tables.file_name(table.header.device)
+    tables.write_table(path, table)
+    again = tables.read_table(path)
+    assert again.rows == table.rows
+    assert sglang_tables.export(again, engine) == files
+    [other] = {"sglang", "vllm"} - {engine}
+    moved = sglang_tables.write_files(sglang_tables.export(again, other), folder / other)
+    assert sglang_tables.export(sglang_tables.read_files(moved)[0], engine) == files
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -124,7 +124,8 @@ class TileBackend(Backend):
         block_k = min(config.block_k, self.max_block_k(problem))
         for bk in _halvings(block_k, 32):
             for bn in _halvings(config.block_n, 16):
-                for stages in range(config.num_stages, 1, -1):
+                # a pipeline stays one; a row without a pipeline stays without
+                for stages in range(config.num_stages, min(config.num_stages, 2) - 1, -1):
                     low = replace(config, block_n=bn, block_k=bk, num_stages=stages)
                     if self.illegal(low, problem, device) is None:
                         return low

@@ -187,7 +187,8 @@ class Tables:
         _say_once(
             f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
             f"{device.name}: the ranker decides; {file_name(device.name)} in ANYFP8_TABLE_DIR "
-            "would be read; `anyfp8 tables import` makes it from SGLang's or vLLM's files"
+            f"would be read; `anyfp8 tune {problem.n},{problem.k}` makes it on that GPU, "
+            "`anyfp8 tables import` from SGLang's or vLLM's files"
         )
         return None
 
