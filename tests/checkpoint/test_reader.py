@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anyfp8.checkpoint import LayerData, merge_layers, open_checkpoint
+from anyfp8.checkpoint.reader import _NAN_BYTES, _nan_here, _nan_there
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 from anyfp8.reference import dequantize, quantize_weight
@@ -41,6 +42,24 @@ def test_an_unknown_layer_or_tensor_is_refused(make_folder, fp8_layer):
         checkpoint.layer("m.b")
     with pytest.raises(CheckpointError, match=r"m\.b\.weight"):
         checkpoint.tensor("m.b.weight")
+
+
+@pytest.mark.parametrize("has_nan", [_nan_here, _nan_there])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_one_nan_code_is_found_wherever_it_lies(has_nan, code):
+    codes = (torch.arange(2 * _NAN_BYTES + 24, dtype=torch.int32) % 254).to(torch.uint8)
+    codes[codes == 0x7F] = 0xFE
+    assert not has_nan(codes.view(-1, 8))
+    for place in (0, _NAN_BYTES - 1, _NAN_BYTES, len(codes) - 1):
+        spoilt = codes.clone()
+        spoilt[place] = code
+        assert has_nan(spoilt.view(-1, 8))
+
+
+def test_codes_go_to_the_device_that_is_asked_for(make_folder, fp8_layer):
+    checkpoint = open_checkpoint(make_folder(fp8_layer("m.a")))
+    found = checkpoint.layer("m.a", torch.device("cpu"))
+    assert torch.equal(found.weight.codes, checkpoint.layer("m.a").weight.codes)
 
 
 def test_merging_different_scales_keeps_every_value(make_folder):

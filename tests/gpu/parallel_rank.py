@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 
 import anyfp8
-from anyfp8 import Fp8Linear, Request, Scheme, reference
+from anyfp8 import Fp8Linear, Request, reference
 from anyfp8.checkpoint import LayerData, save_checkpoint
 from anyfp8.integrations.transformers import skeleton
+from anyfp8.problem import QTensor, Scheme
 
 SCHEMES = ("w8a8-block128x128-group128", "w8a8-channel-token")
 # what a sum of 32 products may lose in an accumulator of 13 bits below its largest term
@@ -84,7 +85,7 @@ def write(folder: Path, scheme: Scheme, given: argparse.Namespace, device: torch
             plain[name] = w.bfloat16().cpu()
             continue
         q = reference.quantize_weight(w, scheme)
-        q = anyfp8.QTensor(q.codes.cpu(), q.scale.cpu(), q.block)
+        q = QTensor(q.codes.cpu(), q.scale.cpu(), q.block)
         layers.append(LayerData(name.removesuffix(".weight"), scheme, q))
     save_checkpoint(folder, config=config, layers=layers, plain=plain)
 
@@ -114,7 +115,7 @@ def row_parallel(whole, half, device: torch.device) -> tuple[float, int]:
             magnitude = module.forward(part).double().abs()
             dist.all_reduce(magnitude)
             # |x| · |W|, an upper bound of every partial sum
-            q = anyfp8.QTensor(full.weight, full.weight_scale, full.scheme.block)
+            q = QTensor(full.weight, full.weight_scale, full.scheme.block)
             w = reference.dequantize(q)
             terms = x.double().abs() @ w.double().abs().T
         bound = 2**-8 * (magnitude + y.abs() + alone.abs()) + SHORT * terms

@@ -1,6 +1,7 @@
 """Loading costs the model and two tensors; reading from disk costs what safetensors costs."""
 
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -99,14 +100,7 @@ def gibibyte(tmp_path_factory):
 
 
 @pytest.mark.perf
-@pytest.mark.parametrize(
-    "cold",
-    [
-        # looking for NaN codes is two more passes over bytes that memory already holds
-        pytest.param(False, id="warm", marks=pytest.mark.xfail(reason="0.66 to 0.98 measured")),
-        pytest.param(True, id="cold"),
-    ],
-)
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_layers_are_read_and_checked_at_0_8_of_the_speed_of_safetensors(gibibyte, cold):
     files = sorted(gibibyte.glob("*.safetensors"))
     checkpoint = open_checkpoint(gibibyte)
@@ -136,5 +130,5 @@ def test_layers_are_read_and_checked_at_0_8_of_the_speed_of_safetensors(gibibyte
             start = time.perf_counter()
             read()
             times.append(time.perf_counter() - start)
-    ratio = min(seconds[plain]) / min(seconds[ours])
+    ratio = statistics.median(seconds[plain]) / statistics.median(seconds[ours])
     assert ratio >= 0.8, (ratio, seconds)

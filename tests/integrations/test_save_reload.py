@@ -13,6 +13,7 @@ import anyfp8
 from anyfp8.device import find_device
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.integrations.transformers import load, reload, save
+from anyfp8.problem import QTensor
 from anyfp8.tools.quantize import quantize_checkpoint
 
 IDS = torch.arange(1, 33)[None]
@@ -156,7 +157,7 @@ def test_a_layer_that_cannot_be_prepared_again_keeps_working(folders, monkeypatc
     layer = model.model.layers[0].mlp.up_proj
     x = torch.randn(3, layer.in_features).bfloat16()
     y = layer(x)
-    q = anyfp8.QTensor(torch.zeros(layer.weight.shape, dtype=torch.uint8), torch.ones(()))
+    q = QTensor(torch.zeros(layer.weight.shape, dtype=torch.uint8), torch.ones(()))
 
     def fail(self):
         raise torch.OutOfMemoryError

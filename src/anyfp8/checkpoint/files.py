@@ -174,8 +174,9 @@ class TensorFiles:
                 want=", ".join(_DTYPES),
             )
         dtype = torch_dtype(stored.dtype)
-        with stored.file.open("rb") as handle:
-            size = os.fstat(handle.fileno()).st_size
+        descriptor = os.open(stored.file, os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
             # touching a mapping past the end of its file would kill the process
             if size < stored.start + stored.size:
                 raise CheckpointError(
@@ -186,11 +187,12 @@ class TensorFiles:
                 )
             aligned = stored.start % _DTYPES[stored.dtype][1] == 0
             if stored.size >= MAP_BYTES and aligned:
-                raw = _map(handle.fileno(), stored)
+                raw = _map(descriptor, stored)
             else:
-                handle.seek(stored.start)
                 raw = torch.empty(stored.size, dtype=torch.uint8)
-                handle.readinto(raw.numpy())
+                os.preadv(descriptor, [raw.numpy()], stored.start)
+        finally:
+            os.close(descriptor)
         return raw.view(dtype).reshape(stored.shape)
 
 

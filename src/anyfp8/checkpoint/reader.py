@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from anyfp8 import reference
@@ -21,8 +22,9 @@ from anyfp8.checkpoint.scales import canonical_scale
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
-# searched for NaN codes at a time
-_NAN_BYTES = 1 << 18
+# searched for NaN codes at a time: 26 ms for 512 MiB; 34 in half of it, 50 in a sixteenth (EPYC)
+_NAN_BYTES = 1 << 19
+_largest = np.maximum.reduce
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +74,17 @@ class Checkpoint:
         for name in self.plan.layers:
             yield self.layer(name)
 
-    def layer(self, name: str) -> LayerData:
+    def layer(self, name: str, device: torch.device | None = None) -> LayerData:
         """One quantized linear.
+
+        Args:
+            device: where its codes go, and are searched for NaN; all else stays on the CPU.
 
         Raises:
             CheckpointError: no such layer, or its weight holds NaN codes.
         """
         planned = self._planned(name)
-        weight = self.tensor(planned.weight).view(torch.uint8)
+        weight = self.tensor(planned.weight).view(torch.uint8).to(device or "cpu")
         _refuse_nan(weight, self.plan.files.tensors[planned.weight])
         return LayerData(
             name,
@@ -129,12 +134,7 @@ def open_checkpoint(
 
 
 def _refuse_nan(codes: torch.Tensor, stored: StoredTensor) -> None:
-    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima instead of a mask, of
-    # what the cache holds, and numpy's, which are many times as fast as torch's on bytes
-    parts = (
-        codes.view(-1)[i : i + _NAN_BYTES].numpy() for i in range(0, codes.numel(), _NAN_BYTES)
-    )
-    if all(part.max() != 0xFF and part.view("int8").max() != 0x7F for part in parts):
+    if not (_nan_here(codes) if codes.device.type == "cpu" else _nan_there(codes)):
         return
     bad = ((codes & 0x7F) == 0x7F).nonzero()
     raise CheckpointError(
@@ -143,6 +143,20 @@ def _refuse_nan(codes: torch.Tensor, stored: StoredTensor) -> None:
         want="finite FP8 values",
         hint="the model was quantized with NaN or overflowing weights: quantize it again",
     )
+
+
+def _nan_here(codes: torch.Tensor) -> bool:
+    # 0xFF is the largest byte and 0x7F the largest signed one: two maxima instead of a mask, the
+    # second out of the cache, and numpy's, which are many times as fast as torch's on bytes
+    unsigned = codes.view(-1).numpy()
+    signed = unsigned.view(np.int8)
+    parts = (slice(i, i + _NAN_BYTES) for i in range(0, len(unsigned), _NAN_BYTES))
+    return any(_largest(unsigned[p]) == 0xFF or _largest(signed[p]) == 0x7F for p in parts)
+
+
+def _nan_there(codes: torch.Tensor) -> bool:
+    # one answer comes back from the device
+    return bool((codes.amax() == 0xFF) | (codes.view(torch.int8).amax() == 0x7F))
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,8 +65,11 @@ def fill_quantized(
 ) -> None:
     layers = checkpoint.plan.layers
     for done, name in enumerate(layers, 1):
-        found = checkpoint.layer(name)
-        found = found if parallel is None else parallel.layer(found)
+        if parallel is None:
+            found = checkpoint.layer(name, device)
+        else:
+            # searched for NaN whole, so that all ranks fail or none
+            found = parallel.layer(checkpoint.layer(name))
         _load_layer(
             model.get_submodule(name),
             found.weight,
