@@ -1,9 +1,11 @@
 """A replay launches what the first call launched, on its own tensors and its own scratch."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from anyfp8.replay import _Watch, replay_of
+from anyfp8.replay import _Watch, pointers_of, replay_of
 
 
 class Runner:
@@ -17,6 +19,8 @@ class Runner:
 @pytest.fixture(autouse=True)
 def stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    # tensors here lie on the CPU, whose number is -1
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
 
 
 def tensors(*shapes):
@@ -38,6 +42,31 @@ def test_two_launches_share_new_scratch_and_take_new_tensors():
     assert b[0] == 333
     assert c == (a[1], 222, out.data_ptr(), 8, True)
     assert a[1] not in (scratch.data_ptr(), x.data_ptr())
+
+
+def test_launches_are_made_with_their_own_gpu_current(monkeypatch):
+    x, y = tensors((4, 8), (4, 8))
+    current, seen = [3], []
+
+    @contextmanager
+    def guard(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1])
+    started = [(lambda *a, stream: seen.append(current[-1]), (x, y))]
+    replay_of(started, [x], y)([1], y)
+    assert seen == [-1]
+    assert current == [3]
+
+
+def test_tensors_elsewhere_or_not_aligned_have_no_pointers():
+    x, w = tensors((4, 8), (16, 8))
+    assert pointers_of([x, w], -1) == [x.data_ptr(), w.data_ptr()]
+    assert pointers_of([x, w], 0) is None
+    assert pointers_of([x, w.view(-1)[1:]], -1) is None
 
 
 def test_two_scratch_tensors_do_not_overlap():

@@ -52,7 +52,11 @@ class Replay:
     device: int
 
     def __call__(self, pointers: Sequence[int], y: torch.Tensor) -> None:
-        """Launch with the inputs at `pointers`, into y; the GPU must be the current one."""
+        """Launch with the inputs at `pointers`, into y, on the GPU of them all."""
+        if self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                self(pointers, y)
+            return
         if self.scratch:
             # referenced until the last launch; then the stream's order protects it
             memory = self.like.new_empty(self.scratch)
@@ -76,6 +80,18 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.computed |= func.overloadpacket.__name__ not in _HARMLESS
         return func(*args, **(kwargs or {}))
+
+
+def pointers_of(inputs: Sequence[torch.Tensor], device: int) -> list[int] | None:
+    """Addresses for a replay; None where one lies elsewhere or is not aligned as kernels expect."""
+    pointers, low = [], 0
+    for tensor in inputs:
+        if tensor.get_device() != device:
+            return None
+        pointer = tensor.data_ptr()
+        pointers.append(pointer)
+        low |= pointer
+    return None if low & 15 else pointers
 
 
 def first(

@@ -21,7 +21,7 @@ from anyfp8.gemm.launch import redirected as products_redirected
 from anyfp8.launcher import capturing
 from anyfp8.linear.dispatch import linear
 from anyfp8.quantize.launch import redirected as quantizers_redirected
-from anyfp8.replay import Replay, first
+from anyfp8.replay import Replay, first, pointers_of
 from anyfp8.select import Plan
 
 
@@ -94,29 +94,22 @@ def replayed(
         replay is None
         or shape[-1] != call.k
         or x.dtype is not call.dtype
-        or weight[0].get_device() != device
         or (layout is not None and layout != call.layout)
         or not x.is_contiguous()
         or _redirected()
     ):
         return None
-    pointers = [x.data_ptr(), *[w.data_ptr() for w in weight]]
+    inputs = [x, *weight]
     if bias is not None:
-        pointers.append(bias.data_ptr())
+        inputs.append(bias)
     if call.scaled:
         assert input_scale is not None
-        pointers.append(input_scale.data_ptr())
-    low = 0
-    for pointer in pointers:
-        low |= pointer
-    if low & 15:
+        inputs.append(input_scale)
+    pointers = pointers_of(inputs, device)
+    if pointers is None:
         return None
     y = x.new_empty((*shape[:-1], call.n))
-    if device == torch._C._cuda_getDevice():
-        replay(pointers, y)
-    else:
-        with torch.cuda.device(device):
-            replay(pointers, y)
+    replay(pointers, y)
     return y
 
 
@@ -142,8 +135,8 @@ def in_full(
     scaled = plan.choice(m).quantizes and scheme.activation == "tensor" and not scheme.dynamic
     inputs = [x, *prepared.tensors().values()]
     inputs += [t for t in (bias, input_scale if scaled else None) if t is not None]
-    settled = x.is_contiguous() and not any(t.data_ptr() % 16 for t in inputs)
-    settled = settled and not _redirected()
+    placed = x.is_contiguous() and pointers_of(inputs, x.get_device()) is not None
+    settled = placed and not _redirected()
     replay = None
     if settled:
 
