@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 
 # fp32 sums a thread can hold beside decoded operands
 _MAX_SUMS = 128
+_HOW = ("gemv", "fused", "wide", "chunked")
 
 
 @dataclass(frozen=True)
 class W8A16Config(Config):
     """Which kernel and its tile.
 
-    how: "gemv" (CUDA cores, block_m rows of x at once: 1, 2 or 4), "fused" (matrix units) or
-    "chunked" (dequantize, then the library; the other fields do not matter).
+    how: "gemv" (CUDA cores, block_m rows of x at once: 1, 2 or 4), "fused" (matrix units), "wide"
+    (64 tokens or more on the tall side of Hopper's instruction of four warps) or "chunked"
+    (dequantize, then the library; the other fields do not matter).
     split_k: parts of K that a second kernel sums. slices: warps of a block that split K; with more
     than one there are as many warps as slices, and a step covers slices · block_k columns.
     """
@@ -53,10 +55,8 @@ class W8A16Config(Config):
 
     def __post_init__(self) -> None:
         blocks = (self.block_m, self.block_n, self.block_k, self.num_warps, self.slices)
-        if self.how not in ("gemv", "fused", "chunked") or min(self.split_k, self.num_stages) < 1:
-            raise InputError(
-                "not a W8A16Config", got=repr(self), want="how 'gemv', 'fused' or 'chunked'"
-            )
+        if self.how not in _HOW or min(self.split_k, self.num_stages) < 1:
+            raise InputError("not a W8A16Config", got=repr(self), want=f"how {', '.join(_HOW)}")
         if any(b < 1 or b & (b - 1) for b in blocks):
             raise InputError("not a tile", got=repr(self), want="blocks powers of two")
 
@@ -74,6 +74,9 @@ class W8A16Config(Config):
         if device.vendor == "nvidia" and "cp_async" not in features:
             # no matrix unit that Triton uses: operands in fp32, no pipeline
             return max(4 * w, 2 * x, out)
+        if self.how == "wide":
+            # decoded weights pass through shared memory
+            return max(shallow * w + self.num_stages * x + 2 * w + scales, out) + 1024
         # instructions of four warps, which slices and small tiles do without
         wide = self.slices == 1 and self.num_warps >= 4 and self.block_n >= 64
         if "tcgen05" in features and wide:
@@ -82,6 +85,17 @@ class W8A16Config(Config):
         # Hopper reads x there and w from registers
         deep = self.num_stages if "wgmma" in features and wide else shallow
         return max(shallow * w + deep * x + scales, out)
+
+
+def by_groups(device: Device) -> bool:
+    """Whether matrix instructions of four warps are there."""
+    return bool({"wgmma", "tcgen05"} & device.arch.features)
+
+
+def by_warps(config: W8A16Config, device: Device) -> bool:
+    """Whether each warp multiplies its own part of a plain tile, as NVIDIA's do."""
+    wide = config.num_warps >= 4 and config.block_n >= 64
+    return device.vendor != "amd" and not (by_groups(device) and wide)
 
 
 class TritonW8A16(Backend):
@@ -112,7 +126,7 @@ class TritonW8A16(Backend):
         step = scale_step(problem.scheme, problem.k)
         if config.block_k > step:
             return f"has block_k={config.block_k}, and a scale covers {step} columns of K"
-        complaint = self._shape_complaint(config)
+        complaint = self._shape_complaint(config, device)
         if complaint:
             return complaint
         need = config.smem_bytes(device)
@@ -122,15 +136,22 @@ class TritonW8A16(Backend):
             )
         return None
 
-    def _shape_complaint(self, config: W8A16Config) -> str | None:
+    def _shape_complaint(self, config: W8A16Config, device: Device) -> str | None:
         threads = 32 * config.num_warps
         if config.how == "gemv":
             if config.block_m > 4 or config.slices > 1:
                 return "multiplies one, two or four rows on CUDA cores"
             sums = config.block_m * config.block_n * config.block_k
         else:
-            if min(config.block_m, config.block_n, config.block_k) < 16:
-                return "is below the tensor cores' 16x16x16"
+            # eight tokens fill the narrow side of NVIDIA's instruction of one warp
+            fewest = 8 if "cp_async" in device.arch.features else 16
+            if config.block_m < fewest or min(config.block_n, config.block_k) < 16:
+                return f"is below the tensor cores' {fewest}x16x16"
+            if config.how == "wide":
+                if not by_groups(device):
+                    return f"needs an instruction of four warps, and {device.name} has none"
+                if config.block_m < 64 or config.num_warps < 4 or config.slices > 1:
+                    return "gives groups of four warps 64 tokens or more"
             if config.slices not in (1, config.num_warps):
                 return f"splits K over {config.slices} warps and has {config.num_warps}"
             sums = config.block_m * config.block_n * config.slices
@@ -174,7 +195,7 @@ class TritonW8A16(Backend):
         of ours that was timed.
         """
         # matrix instructions of four warps
-        groups = bool({"wgmma", "tcgen05"} & device.arch.features)
+        groups = by_groups(device)
         # tiles of 32 columns, one an SM
         one_wave = per_sm <= 32
         if m <= 2:
@@ -230,8 +251,15 @@ class TritonW8A16(Backend):
                 for bn, bk, split, warps, stages in tiles
                 if 16 * 32 * warps <= bn * bk
             ]
-        for block_m in (16, 32, 64, 128):
-            if block_m > 16 and block_m >= 2 * problem.m:
+        if problem.m > 8:
+            wide = product((64, 128), (32, 64, 128, 256), (64, 128), (1, 2, 4), (4, 8), (3, 4))
+            candidates += [
+                W8A16Config("wide", bm, bn, bk, split, 1, warps, stages)
+                for bm, bn, bk, split, warps, stages in wide
+                if bm == 64 or problem.m > 64
+            ]
+        for block_m in (8, 16, 32, 64, 128):
+            if (block_m > 16 and block_m >= 2 * problem.m) or (block_m == 8 and problem.m > 8):
                 continue
             if problem.m <= 64:
                 sliced = product(
@@ -293,8 +321,13 @@ class TritonW8A16(Backend):
         }
         if config.how == "gemv":
             return common | {"STAGES": config.num_stages}
-        sliced = {"SLICES": config.slices} if config.slices > 1 else {}
-        return common | {"GROUP_M": 8} | sliced
+        common["GROUP_M"] = 8
+        if config.slices > 1:
+            return common | {"SLICES": config.slices}
+        # Triton shares out the warps of a tile along N only where it is so much longer that way
+        square = config.how == "fused" and config.num_warps * config.block_m > config.block_n
+        parts = 2 if square and config.block_m >= 16 and by_warps(config, device) else 1
+        return common | {"PARTS": parts, "TOKENS_FIRST": config.how == "wide"}
 
     def run(
         self,

@@ -12,36 +12,33 @@ import triton.language as tl
 
 from anyfp8.kernels.operand import decode_to_fp32
 
-# four codes in one register -> two registers of two: each code moves to the top of its half, the
-# magnitude to below the exponent's lost bits, the sign stays
+# four codes in one register -> two registers of two: each code to the lower byte of its half with
+# its sign in all bits above, all of it moved up to where the exponent begins, and the copies of the
+# sign masked out of the exponent's lost bits
 _FP16 = tl.constexpr(
     """{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.u32 c, a, 1;
-    shr.u32 d, b, 1;
-    and.b32 c, c, 0x3F803F80;
-    and.b32 d, d, 0x3F803F80;
-    lop3.b32 $0, a, 0x80008000, c, 0xEA;
-    lop3.b32 $1, b, 0x80008000, d, 0xEA;
+    .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x9180;
+    prmt.b32 b, $2, 0, 0xB3A2;
+    shl.b32 a, a, 7;
+    shl.b32 b, b, 7;
+    and.b32 $0, a, 0xBF80BF80;
+    and.b32 $1, b, 0xBF80BF80;
     }"""
 )
 # small codes are bf16 subnormals here, 2^-120 too small: times 2^120 at once, two by two (a product
 # that may be -0 takes -0 as its addend)
 _BF16 = tl.constexpr(
     """{
-    .reg .b32 a, b, c, d, scale, zero;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
+    .reg .b32 a, b, scale, zero;
+    prmt.b32 a, $2, 0, 0x9180;
+    prmt.b32 b, $2, 0, 0xB3A2;
     mov.b32 scale, 0x7B807B80;
     mov.b32 zero, 0x80008000;
-    shr.u32 c, a, 4;
-    shr.u32 d, b, 4;
-    and.b32 c, c, 0x07F007F0;
-    and.b32 d, d, 0x07F007F0;
-    lop3.b32 a, a, 0x80008000, c, 0xEA;
-    lop3.b32 b, b, 0x80008000, d, 0xEA;
+    shl.b32 a, a, 4;
+    shl.b32 b, b, 4;
+    and.b32 a, a, 0x87F087F0;
+    and.b32 b, b, 0x87F087F0;
     fma.rn.bf16x2 $0, a, scale, zero;
     fma.rn.bf16x2 $1, b, scale, zero;
     }"""

@@ -1,8 +1,11 @@
 """y[M, N] = x · (decode(w) · sw)ᵀ + bias with 16-bit matrix units: codes are decoded in registers.
 
 The weight is the first operand (rows of W on the tensor core's tall side), so that few tokens fill
-a narrow tile and decoded values need not pass through shared memory. Split-K parts are summed in a
-fixed order by a second kernel.
+a narrow tile and decoded values need not pass through shared memory. TOKENS_FIRST turns that round
+for Hopper's instruction of four warps: its tall side takes 64 tokens, and reads decoded weights
+from shared memory without waiting for each. PARTS of 2 halves the tile's tokens into two products
+of one decoded weight, because a tile nearly square makes Triton decode every weight in two warps.
+Split-K parts are summed in a fixed order by a second kernel.
 """
 
 import triton
@@ -10,6 +13,68 @@ import triton.language as tl
 
 from anyfp8.kernels.operand import tile_of
 from anyfp8.kernels.w8a16_codes import decode_to, undo
+
+
+@triton.jit
+def _tokens(x, rows, ks, M, left, EVEN_K: tl.constexpr):
+    """One K tile of x; lanes past the last row load nothing.
+
+    Clamped to row 0 instead, every spare lane of every program wants one line of L2 at once.
+    """
+    if EVEN_K:
+        return tl.load(x, mask=(rows < M)[:, None], other=0.0)
+    else:
+        return tl.load(x, mask=(rows < M)[:, None] & (ks[None, :] < left), other=0.0)
+
+
+@triton.jit
+def _product(
+    acc, x, w, scale, DECODE: tl.constexpr, SCALED: tl.constexpr, TOKENS_FIRST: tl.constexpr
+):
+    if DECODE == "fp32":
+        x = x.to(tl.float32)
+    if TOKENS_FIRST:
+        if SCALED:
+            return acc + tl.dot(x, w.T) * scale[None, :]
+        else:
+            return tl.dot(x, w.T, acc)
+    elif SCALED:
+        return acc + tl.dot(w, x.T) * scale[:, None]
+    else:
+        return tl.dot(w, x.T, acc)
+
+
+@triton.jit
+def _store(
+    acc,
+    rows,
+    columns,
+    scale,
+    split,
+    bias_ptr,
+    y_ptr,
+    part_ptr,
+    M,
+    N,
+    stride_ym,
+    SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    """Store sums [BLOCK_N, rows], or the part of them that this block has."""
+    mask = (columns < N)[:, None] & (rows < M)[None, :]
+    at = rows.to(tl.int64)[None, :]
+    if SPLIT_K > 1:
+        parts = part_ptr + split.to(tl.int64) * M * N + at * N + columns[:, None]
+        tl.store(parts, acc, mask=mask)
+    else:
+        if SCALE:
+            acc *= scale[:, None]
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+        y = y_ptr + at * stride_ym + columns[:, None]
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -39,59 +104,67 @@ def w8a16_plain(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TOKENS: tl.constexpr = BLOCK_M // PARTS
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     split = tl.program_id(1)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, TOKENS)
+    more = rows + TOKENS
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     first = split * steps * BLOCK_K
     last = min(first + steps * BLOCK_K, K)
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge read row 0 and are not stored; int64: M · K can pass 2^31
-    x_rows = tl.where(rows < M, rows, 0).to(tl.int64)
+    # lanes past the edge of N read row 0 and are not stored; int64: N · K can pass 2^31
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = x_ptr + x_rows[None, :] * stride_xm + (first + ks)[:, None]
     w = w_ptr + w_rows[:, None] * stride_wn + (first + ks)[None, :]
+    x = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + (first + ks)[None, :]
     sw = sw_ptr + w_rows // SW_ROWS * stride_swn
+    scale = tl.load(sw)
 
-    if not SCALE_IN_LOOP:
-        scale = tl.load(sw)
-
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if TOKENS_FIRST:
+        acc = tl.zeros((TOKENS, BLOCK_N), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_N, TOKENS), dtype=tl.float32)
+    if PARTS > 1:
+        acc2 = acc
     for k in range(first, last, BLOCK_K):
+        left = K - k
         if EVEN_K:
-            b = tl.load(x)
-            a = tl.load(w)
+            codes = tl.load(w)
         else:
-            b = tl.load(x, mask=ks[:, None] < K - k, other=0)
-            a = tl.load(w, mask=ks[None, :] < K - k, other=0)
-        a = decode_to(a, DTYPE, DECODE)
-        if DECODE == "fp32":
-            b = b.to(tl.float32)
+            codes = tl.load(w, mask=ks[None, :] < left, other=0)
         if SCALE_IN_LOOP:
-            part = tl.load(sw + k // SW_GROUP * stride_swk)
-            acc += tl.dot(a, b) * part[:, None]
-        else:
-            acc = tl.dot(a, b, acc)
+            scale = tl.load(sw + k // SW_GROUP * stride_swk)
+        values = decode_to(codes, DTYPE, DECODE)
+        tokens = _tokens(x, rows, ks, M, left, EVEN_K)
+        acc = _product(acc, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
+        if PARTS > 1:
+            at = x + tl.cast(TOKENS, tl.int64) * stride_xm
+            tokens = _tokens(at, more, ks, M, left, EVEN_K)
+            acc2 = _product(acc2, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
         x += BLOCK_K
         w += BLOCK_K
 
     acc = undo(acc, DTYPE, DECODE)
-    mask = (columns < N)[:, None] & (rows < M)[None, :]
-    at = rows.to(tl.int64)[None, :]
-    if SPLIT_K > 1:
-        parts = part_ptr + split.to(tl.int64) * M * N + at * N + columns[:, None]
-        tl.store(parts, acc, mask=mask)
-    else:
-        if not SCALE_IN_LOOP:
-            acc *= scale[:, None]
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
-            acc += bias.to(tl.float32)[:, None]
-        y = y_ptr + at * stride_ym + columns[:, None]
-        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    if TOKENS_FIRST:
+        acc = acc.T
+    outer: tl.constexpr = not SCALE_IN_LOOP
+    _store(
+        *(acc, rows, columns, scale, split, bias_ptr, y_ptr, part_ptr, M, N, stride_ym),
+        *(outer, HAS_BIAS, SPLIT_K),
+    )
+    if PARTS > 1:
+        acc2 = undo(acc2, DTYPE, DECODE)
+        if TOKENS_FIRST:
+            acc2 = acc2.T
+        _store(
+            *(acc2, more, columns, scale, split, bias_ptr, y_ptr, part_ptr, M, N, stride_ym),
+            *(outer, HAS_BIAS, SPLIT_K),
+        )
 
 
 @triton.jit(do_not_specialize=["M", "parts"])

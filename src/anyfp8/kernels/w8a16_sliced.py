@@ -54,24 +54,25 @@ def w8a16_sliced(
     last = min(first + steps * STEP, K)
     slices = tl.arange(0, SLICES) * BLOCK_K
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge read row 0 and are not stored; int64: M · K can pass 2^31
-    x_rows = tl.where(rows < M, rows, 0).to(tl.int64)
+    # lanes past the edge of N read row 0 and are not stored; int64: N · K can pass 2^31
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
     along_w = slices[:, None, None] + ks[None, None, :]  # [SLICES, 1, BLOCK_K]
     along_x = slices[:, None, None] + ks[None, :, None]  # [SLICES, BLOCK_K, 1]
-    x = x_ptr + x_rows[None, None, :] * stride_xm + (first + along_x)
+    x = x_ptr + rows.to(tl.int64)[None, None, :] * stride_xm + (first + along_x)
     w = w_ptr + w_rows[None, :, None] * stride_wn + (first + along_w)
     sw = sw_ptr + w_rows // SW_ROWS * stride_swn
     if not SCALE_IN_LOOP:
         scale = tl.load(sw)
 
+    inside = (rows < M)[None, None, :]
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in range(first, last, STEP):
+        # clamped to row 0 instead, every spare lane of every program wants one line of L2 at once
         if EVEN_K:
-            b = tl.load(x)
+            b = tl.load(x, mask=inside, other=0.0)
             a = tl.load(w)
         else:
-            b = tl.load(x, mask=along_x < K - k, other=0.0)
+            b = tl.load(x, mask=inside & (along_x < K - k), other=0.0)
             a = tl.load(w, mask=along_w < K - k, other=0)
         a = decode_to(a, DTYPE, DECODE)
         if DECODE == "fp32":
