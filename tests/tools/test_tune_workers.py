@@ -9,11 +9,13 @@ import pytest
 
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError
+from anyfp8.form import form_of
 from anyfp8.problem import Scheme
 from anyfp8.tools.tune import GpuWorker
 from anyfp8.tools.tune_cells import cells_of, read_shapes
 from anyfp8.tools.tune_child import Child, ChildFailed
-from anyfp8.tools.tune_compile import Pool, compile_candidate
+from anyfp8.tools.tune_compile import COMMAND as COMPILE
+from anyfp8.tools.tune_compile import Pool, launches, request_of
 from anyfp8.tools.tune_devices import (
     chosen,
     from_json,
@@ -154,20 +156,58 @@ def test_a_new_process_is_told_the_cell_again(worker):
     assert worker._child.call({"do": "open"}, 10)["opened"] == 2
 
 
-def test_compilers_that_hang_or_die_refuse_their_candidate_only():
-    compiling = SCRIPT.replace('"us": 5.0', '"refused": ""')
-    pool = Pool(H200, 2, (sys.executable, "-S", "-c", compiling.replace('asked["do"]', '"x"')), 0.5)
+def tiles(*widths):
+    made = {"block_m": 16, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    return [made | {"block_n": width} for width in widths]
+
+
+def test_compilers_that_hang_or_die_refuse_their_candidate_only(tmp_path):
+    pytest.importorskip("triton")
+    # by its turn, as forms say nothing to a script
+    script = SCRIPT.replace('"us": 5.0', '"refused": ""').replace(
+        "asked = json.loads(line)",
+        "asked = json.loads(line); turn = open(FILE).read(); open(FILE, 'w').write(turn[1:])",
+    )
+    turns = tmp_path / "turns"
+    turns.write_text("fhdf")
+    words = "{'f': 'fine', 'h': 'hang', 'd': 'die'}.get(turn[:1], 'fine')"
+    script = script.replace('asked.get("config", {}).get("what", asked["do"])', words)
+    script = script.replace("FILE", repr(str(turns)))
+    pool = Pool(H200, 1, (sys.executable, "-S", "-c", script), 0.5)
     cell = the_cell()
     try:
-        whats = ("fine", "hang", "die", "fine again")
-        futures = {what: pool.submit(cell, "triton_row", {"what": what}) for what in whats}
-        found = {what: future.result(20) for what, future in futures.items()}
+        asked = tiles(16, 32, 64, 128)
+        futures = [pool.submit(cell, "triton_row", tile) for tile in asked]
+        found = [future.result(20) for future in futures]
+        assert pool.submit(cell, "triton_row", asked[0]) is futures[0]
     finally:
         pool.close()
-    assert found["fine"] == found["fine again"] == ""
-    assert "no answer within" in found["hang"]
-    assert "SIGSEGV" in found["die"]
-    assert pool.submit(cell, "triton_row", {"what": "fine"}) is futures["fine"]
+    assert found[0] == found[3] == ""
+    assert "no answer within" in found[1]
+    assert "SIGSEGV" in found[2]
+
+
+def test_cells_that_differ_in_what_no_kernel_sees_share_a_compilation():
+    pytest.importorskip("triton")
+    pool = Pool(H200, 0)
+    (tile,) = tiles(32)
+    row = Scheme("channel", "token", True)
+    some = [
+        cells_of(read_shapes([shape], row)[0], H200, [m])[0]
+        for shape, m in (("512,1024", 16), ("1024,2048", 16), ("512,1024", 32), ("512,1024", 17))
+    ]
+    futures = [pool.submit(cell, "triton_row", tile) for cell in some]
+    pool.close()
+    assert futures[0] is futures[1] is futures[2]
+    # a ragged last tile is another kernel
+    assert futures[3] is not futures[0]
+
+
+def test_a_candidate_that_cannot_be_launched_is_refused_at_once():
+    pool = Pool(H200, 0)
+    future = pool.submit(the_cell(), "triton_row", {"block_m": 17})
+    assert "cannot be launched" in future.result(1)
+    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -240,14 +280,20 @@ def test_a_gpu_survives_its_way_from_the_worker(name):
     assert from_json(json.loads(json.dumps(to_json(device)))) == device
 
 
-def test_a_compiler_makes_the_launch_that_run_makes(tmp_path, monkeypatch):
+def test_a_compiling_process_fills_the_cache_and_refuses_what_does_not_fit(tmp_path):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     cell = the_cell()
-    tile = {"block_m": 16, "block_n": 32, "block_k": 128, "num_warps": 4, "num_stages": 3}
-    request = {"cell": cell.to_dict(), "backend": "triton_row", "config": tile}
-    assert compile_candidate(request | {"device": "NVIDIA H200"}) == ""
+    small = tiles(32)[0]
+    big = small | {"block_m": 256, "block_n": 256, "num_warps": 8, "num_stages": 6}
+    command = (*COMPILE, "compile")
+    made = Child(command, {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
+    try:
+        for name, tile, said in (("h200", small, ""), ("l40s", big, "B of shared memory")):
+            device = find_device(name)
+            forms = tuple(map(form_of, launches(cell, "triton_row", tile, device)))
+            answer = made.call(request_of(forms, device), 60)
+            assert said in answer["refused"]
+            assert bool(said) == bool(answer["refused"])
+    finally:
+        made.close()
     assert list(tmp_path.rglob("*.cubin"))
-    big = tile | {"block_m": 256, "block_n": 256, "num_warps": 8, "num_stages": 6}
-    why = compile_candidate(request | {"config": big, "device": "NVIDIA L40S"})
-    assert "B of shared memory" in why

@@ -1,28 +1,34 @@
 """Candidates compiled in parallel processes, ahead of the GPU that times them.
 
-A child makes the very launch that `run` makes, on tensors without memory, and compiles its
-specialization: same types, alignments and constants, so that Triton's cache has the code when the
-measuring process asks. The surprise: most candidates of a cell were compiled for another cell, as
-kernels do not depend on N, K and M but on what divides them.
+The very launch that `run` makes is recorded on tensors without memory, and its form compiled by
+Triton's own path, into the cache on disk where the measuring process finds it. The surprise: most
+candidates of a cell were compiled for another cell, as a form does not depend on N, K and M but on
+what divides them.
 """
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import queue
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
 from anyfp8 import gemm
-from anyfp8.device import CATALOGUE, Device, find_device
+from anyfp8.device import Device
+from anyfp8.form import Form, form_of
 from anyfp8.gemm.base import CanonicalWeight
+from anyfp8.gemm.compile import gpu_target
 from anyfp8.gemm.launch import Launch, use_target
+from anyfp8.linear.dispatch import quantize_activation
 from anyfp8.problem import DTYPES, QTensor
+from anyfp8.quantize.launch import Target
+from anyfp8.quantize.launch import use_target as quantize_for
 from anyfp8.tools.tune_cells import Cell
 from anyfp8.tools.tune_child import Child, ChildFailed
 
@@ -46,11 +52,12 @@ class Pool:
         command: tuple[str, ...] = (*COMMAND, "compile"),
         limit_s: float = LIMIT_S,
     ) -> None:
-        count = max(1, min(16, (os.cpu_count() or 2) - 2)) if count is None else count
-        self._target = device.name if device.name in CATALOGUE else device.arch.name
-        self._limit_s = limit_s
+        count = max(1, min(32, (os.cpu_count() or 2) - 2)) if count is None else count
+        self._device, self._limit_s = device, limit_s
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._known: dict[tuple[Any, ...], Future[str]] = {}
+        self._known: dict[tuple[Form, ...], Future[str]] = {}
+        self._taking = threading.Lock()
+        # nothing is timed there
         self._children = [Child(command, {"CUDA_VISIBLE_DEVICES": ""}) for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._serve, args=(child,), daemon=True)
@@ -60,22 +67,31 @@ class Pool:
             thread.start()
 
     def submit(self, cell: Cell, backend: str, config: dict[str, Any]) -> Future[str]:
-        key = (cell.key, backend, *config.items())
-        if key not in self._known:
-            request = {"cell": cell.to_dict(), "backend": backend, "config": config}
-            future = self._known[key] = Future()
-            self._work.put((future, request | {"device": self._target}))
-        return self._known[key]
+        """Compile what a candidate launches, unless it was compiled before."""
+        try:
+            forms = tuple(
+                form_of(launch) for launch in launches(cell, backend, config, self._device)
+            )
+        except Exception as error:
+            refused: Future[str] = Future()
+            refused.set_result(f"cannot be launched: {error}")
+            return refused
+        with self._taking:
+            if forms not in self._known:
+                self._known[forms] = Future()
+                request = request_of(forms, self._device)
+                self._work.put((self._known[forms], request))
+            return self._known[forms]
 
     def close(self) -> None:
         """End the children; what was not begun is dropped."""
-        for _ in self._threads:
-            self._work.put(None)
         for future in self._known.values():
             future.cancel()
+        for _ in self._threads:
+            self._work.put(None)
         for thread, child in zip(self._threads, self._children, strict=True):
-            thread.join(0.5)
             child.close()
+            thread.join(1.0)
 
     def _serve(self, child: Child) -> None:
         for future, request in iter(self._work.get, None):
@@ -85,6 +101,9 @@ class Pool:
                 why = child.call(request, self._limit_s)["refused"]
             except ChildFailed as failure:
                 why = f"does not compile: {failure}"
+            except Exception as error:
+                # closed under its hands
+                why = f"was not compiled: {error}"
             future.set_result(why)
 
 
@@ -97,41 +116,32 @@ class Ready:
         return future
 
 
-def compile_candidate(request: dict[str, Any]) -> str:
-    """Compile what one candidate launches; "" or why it cannot run on its GPU."""
-    device = find_device(request["device"])
-    cell, backend = Cell.from_dict(request["cell"]), gemm.backend(request["backend"])
-    config = backend.config_class.from_dict(request["config"])
+def launches(cell: Cell, name: str, config: dict[str, Any], device: Device) -> list[Launch]:
+    """What a candidate launches, without what quantizes its activations; nothing runs."""
+    backend = gemm.backend(name)
+    meta = torch.device("meta")
     problem = cell.problem(cell.ops[0])
-    x: torch.Tensor | QTensor = torch.empty(
-        (cell.m, cell.k), dtype=DTYPES[cell.dtype], device="meta"
-    )
+    x: torch.Tensor | QTensor
+    x = torch.empty(cell.m, cell.k, dtype=DTYPES[cell.dtype], device=meta)
     if backend.kind == "w8a8":
-        x = _quantized(x, cell, device)
-    codes = torch.empty((cell.n, cell.k), dtype=torch.uint8, device="meta")
-    scale = torch.empty(cell.scheme.weight_scale_shape(cell.n, cell.k), device="meta")
-    launches: list[Launch] = []
-    with use_target(device, launches.append):
-        backend.run(x, CanonicalWeight(codes, scale, cell.scheme), problem, config)
-    for launch in launches:
-        need = _compiled(launch, device).metadata.shared
-        if need > device.shared_memory:
-            return f"needs {need:,} B of shared memory, {device.name} has {device.shared_memory:,}"
-    return ""
+        static = torch.empty((), device=meta) if cell.scheme.activation == "tensor" else None
+        target = Target(device.capability if device.vendor == "nvidia" else None, run=_nothing)
+        with quantize_for(target):
+            x = quantize_activation(x, cell.scheme, static)
+    codes = torch.empty(cell.n, cell.k, dtype=torch.uint8, device=meta)
+    scale = torch.empty(cell.scheme.weight_scale_shape(cell.n, cell.k), device=meta)
+    found: list[Launch] = []
+    with use_target(device, found.append):
+        weight = CanonicalWeight(codes, scale, cell.scheme)
+        backend.run(x, weight, problem, backend.config_class.from_dict(config))
+    return found
 
 
-def _quantized(x: torch.Tensor, cell: Cell, device: Device) -> QTensor:
-    from anyfp8.linear.dispatch import quantize_activation
-    from anyfp8.quantize.launch import Target
-    from anyfp8.quantize.launch import use_target as quantize_for
-
-    static = torch.empty((), device="meta") if cell.scheme.activation == "tensor" else None
-    nothing: Callable[[Any], None] = lambda _: None  # noqa: E731
-    with quantize_for(Target(device.capability, run=nothing)):
-        return quantize_activation(x, cell.scheme, static)
+def request_of(forms: tuple[Form, ...], device: Device) -> dict[str, Any]:
+    """What a compiling child is asked; see `tune_worker.compiling`."""
+    told = base64.b64encode(pickle.dumps((gpu_target(device.arch), forms))).decode()
+    return {"do": "compile", "forms": told, "limit": device.shared_memory, "gpu": device.name}
 
 
-def _compiled(launch: Launch, device: Device) -> Any:
-    from anyfp8.testing import compile_launch
-
-    return compile_launch(launch, device.name if device.name in CATALOGUE else device.arch.name)  # type: ignore[arg-type]
+def _nothing(launch: Any) -> None:
+    pass
