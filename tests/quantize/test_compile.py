@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from anyfp8 import fp8, quantize, testing
+from anyfp8.device import ARCHES, generic_device
+from anyfp8.gemm import triton_row
+from anyfp8.gemm.tiles import TileConfig
+from anyfp8.problem import Problem, Scheme
 from anyfp8.quantize.per_token import TokenConfig
-from anyfp8.tools.compile_matrix import ARCHITECTURES, check, kernels
+from anyfp8.tools.compile_matrix import ARCHITECTURES, check, check_product, kernels, products
 
 pytest.importorskip("triton")
 
@@ -105,6 +109,31 @@ def test_replacing_nan_costs_rows_without_it_no_instruction():
     code = for_finite_rows("token")
     assert "cvt.rn.satfinite.e4m3x2.f32" in code
     assert sorted(for_finite_rows("token nan_to_zero")) == sorted(code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_product_compiles_for_every_architecture_that_runs_it(architecture, dtype):
+    for name, source in products(architecture, dtype):
+        faults = check_product(source, architecture).faults
+        assert not faults, f"{name} on {architecture}: {faults}"
+
+
+def test_each_backend_is_compiled_where_it_runs():
+    def backends(architecture):
+        return {name.split()[0] for name, _ in products(architecture, "bf16")}
+
+    assert backends("sm_80") == {"triton_w8a16"}
+    assert backends("sm_90") == {"triton_w8a16", "triton_row", "triton_block"}
+
+
+def test_a_tile_that_does_not_fit_is_a_fault():
+    problem = Problem("linear", Scheme("channel", "token", True), 4096, 4096, 4096)
+    tile = TileConfig(128, 256, 128, 8, 8, 6)
+    device = generic_device(ARCHES["sm_89"])
+    report = check_product(triton_row.BACKEND.source(problem, tile, device), "sm_89")
+    assert report.faults == (f"{report.shared_bytes} bytes of shared memory, limit 101376",)
 
 
 def test_an_overflowing_row_product_is_found():

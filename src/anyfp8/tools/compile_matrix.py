@@ -1,9 +1,10 @@
 """Kernel × architecture × dtype -> compiled or not: proof without a GPU.
 
-For each quantization launch and each architecture that Triton can target: it compiles, has no FP8
-pointer argument, multiplies no row by a stride in 32 bits, fits the shared memory of a block, and
-on SM89 does not truncate to fp16 on the way to FP8. `python -m anyfp8.tools.compile_matrix` runs it
-on the Triton at hand; the table of several versions is merged into one file.
+For each quantization launch, each product of a backend of ours and each architecture that Triton
+can target: it compiles, multiplies no row by a stride in 32 bits, fits a block's shared memory and
+on SM89 does not truncate to fp16 on the way to FP8. Quantizers have no FP8 pointer argument; what
+multiplies FP8 may. `python -m anyfp8.tools.compile_matrix` runs it on the Triton at hand; the table
+of several versions is merged into one file. What did not change since comes from Triton's cache.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 
 import torch
 
-from anyfp8 import fp8, quantize, testing
-from anyfp8.device import ARCHES
+from anyfp8 import fp8, gemm, quantize, testing
+from anyfp8.device import ARCHES, generic_device
+from anyfp8.gemm.compile import Source, compile_for
+from anyfp8.problem import Problem, Scheme
 from anyfp8.quantize.launch import Launch
 from anyfp8.tools import console
 
@@ -33,11 +36,21 @@ ROW_STRIDES = tuple(
     f"{name}_{level}" for name in ("x", "q", "s", "residual", "y") for level in ("outer", "inner")
 )
 STRIDES = (*ROW_STRIDES, "s_group", "x_stride", "q_stride", "s_stride")
+PRODUCT_STRIDES = ("stride_xm", "stride_wn", "stride_ym")
+SCHEMES = (
+    Scheme("channel"),
+    Scheme("block", block=(128, 128)),
+    Scheme("channel", "token", True),
+    Scheme("tensor", "tensor", False),
+    Scheme("block", "group", True, block=(128, 128), group=128),
+)
+# vector, narrow, wide and large tiles
+ROWS = (1, 16, 128, 4096)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What compiling one launch showed; no faults is a pass."""
+    """What compiling one kernel showed; no faults is a pass."""
 
     faults: tuple[str, ...]
     shared_bytes: int
@@ -94,28 +107,71 @@ def kernels(architecture: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch
             yield (name if len(launches) == 1 else f"{name} {kernel}"), launch
 
 
+def products(architecture: str, dtype: str) -> Iterator[tuple[str, Source]]:
+    """Named sources of what our backends run by default, for each scheme they serve there."""
+    device = generic_device(ARCHES[architecture])
+    seen = set()
+    for scheme in SCHEMES:
+        for m in ROWS:
+            problem = Problem("linear", scheme, m, 4096, 4096, dtype, dtype)
+            for backend in gemm.BACKENDS:
+                source_of: Any = getattr(backend, "source", None)
+                quantizes = backend.kind == "w8a8"
+                if source_of is None or (quantizes and scheme.activation == "none"):
+                    continue
+                if backend.why_not(problem, device) is not None:
+                    continue
+                source = source_of(problem, backend.default_config(problem, device), device)
+                if source not in seen:
+                    seen.add(source)
+                    yield f"{backend.name} {scheme.name} m{m}", source
+
+
 def check(launch: Launch, architecture: str) -> Report:
     """Compile a launch and look for what must not be there."""
-    faults = []
     try:
         compiled = testing.compile_launch(launch, architecture)
     except Exception as error:  # whatever the compiler raises is the finding
-        return Report((f"does not compile: {str(error).strip().splitlines()[-1][:200]}",), 0)
-    ttir = compiled.asm["ttir"]
-    pointers = re.findall(r"!tt\.ptr<(\w+)>", ttir)
-    faults += [f"FP8 pointer argument {kind}" for kind in sorted(set(pointers)) if "f8" in kind]
-    faults += [f"32-bit row · stride: {line}" for line in testing.i32_products(ttir, STRIDES)]
-    shared, limit = compiled.metadata.shared, ARCHES[architecture].shared_memory
-    if shared > limit:
-        faults.append(f"{shared} bytes of shared memory, limit {limit}")
-    code = compiled.asm.get("ptx", "")
-    if architecture == "sm_89" and "cvt.rz.f16.f32" in code:
-        faults.append("truncates to fp16 before the FP8 conversion")
-    compiled_code = re.sub(r"// begin inline asm.*?// end inline asm", "", code, flags=re.DOTALL)
+        return _does_not_compile(error)
+    faults = _faults(compiled, architecture, STRIDES)
+    pointers = set(re.findall(r"!tt\.ptr<(\w+)>", compiled.asm["ttir"]))
+    faults += [f"FP8 pointer argument {kind}" for kind in sorted(pointers) if "f8" in kind]
+    compiled_code = re.sub(
+        r"// begin inline asm.*?// end inline asm",
+        "",
+        compiled.asm.get("ptx", ""),
+        flags=re.DOTALL,
+    )
     if "fma.rn.f32" in compiled_code and not launch.constants.get("SILU_MUL"):
         # contraction changes bits; exp needs it inside, where no bits are promised
         faults.append("contracts a multiplication and an addition")
-    return Report(tuple(faults), shared)
+    return Report(tuple(faults), compiled.metadata.shared)
+
+
+def check_product(source: Source, architecture: str) -> Report:
+    """Compile a product and look for what must not be there."""
+    try:
+        compiled = compile_for(source, ARCHES[architecture])
+    except Exception as error:  # whatever the compiler raises is the finding
+        return _does_not_compile(error)
+    faults = _faults(compiled, architecture, PRODUCT_STRIDES)
+    return Report(tuple(faults), compiled.metadata.shared)
+
+
+def _does_not_compile(error: Exception) -> Report:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return Report((f"does not compile: {lines[-1][:200]}",), 0)
+
+
+def _faults(compiled: Any, architecture: str, strides: Sequence[str]) -> list[str]:
+    narrow = testing.i32_products(compiled.asm["ttir"], strides)
+    faults = [f"32-bit row · stride: {line}" for line in narrow]
+    shared, limit = compiled.metadata.shared, ARCHES[architecture].shared_memory
+    if shared > limit:
+        faults.append(f"{shared} bytes of shared memory, limit {limit}")
+    if architecture == "sm_89" and "cvt.rz.f16.f32" in compiled.asm.get("ptx", ""):
+        faults.append("truncates to fp16 before the FP8 conversion")
+    return faults
 
 
 def run(architectures: Sequence[str] = ARCHITECTURES) -> dict[str, Any]:
@@ -124,8 +180,11 @@ def run(architectures: Sequence[str] = ARCHITECTURES) -> dict[str, Any]:
     for architecture in architectures:
         for dtype_name, dtype in DTYPES.items():
             found = matrix.setdefault(architecture, {}).setdefault(dtype_name, {})
-            for name, launch in kernels(architecture, dtype):
-                report = check(launch, architecture)
+            reports = [(n, check(each, architecture)) for n, each in kernels(architecture, dtype)]
+            if dtype != torch.float32:
+                each_product = products(architecture, dtype_name)
+                reports += [(n, check_product(each, architecture)) for n, each in each_product]
+            for name, report in reports:
                 found[name] = list(report.faults) if report.faults else report.shared_bytes
     return matrix
 
@@ -151,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the matrix; exit status 1 where anything is at fault."""
     import triton
 
-    parser = argparse.ArgumentParser(description="Compile every quantization kernel offline.")
+    parser = argparse.ArgumentParser(description="Compile every kernel offline.")
     parser.add_argument("--json", type=Path, help="file to add this Triton's summary to")
     parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
     options = parser.parse_args(arguments)
