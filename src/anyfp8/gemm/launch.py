@@ -49,7 +49,9 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # said because Triton's default changed with 3.9: a product and a sum are rounded once
+        fusion = {"enable_fp_fusion": True}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | fusion
 
 
 _forced: ContextVar[tuple[Device, Callable[[Launch], None]] | None]
