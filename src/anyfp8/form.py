@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pickle
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from anyfp8.launcher import Launch
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,32 @@ class _Driver:
 
     def get_current_stream(self, device: Any) -> int:
         return 0
+
+
+def with_cache(compile: Callable[[], T]) -> T:
+    """Let Triton compile; where its folder cannot be written, in one that goes with the process."""
+    try:
+        return compile()
+    except OSError as error:
+        from triton import knobs
+
+        if not _folder.cache_info().currsize:
+            log.warning(
+                "Triton's cache cannot be written (%s): kernels are compiled again in each "
+                "process; TRITON_CACHE_DIR names another folder",
+                error,
+            )
+        folder = _folder().name
+        if knobs.cache.dir == folder:
+            raise
+        with knobs.cache.scope():
+            knobs.cache.dir = folder
+            return compile()
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="anyfp8-triton-")
 
 
 @contextmanager

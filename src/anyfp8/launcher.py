@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from anyfp8.errors import DeviceError
+from anyfp8.form import with_cache
 
 
 class Launch(Protocol):
@@ -95,8 +96,9 @@ class Launcher:
                 hint="anyfp8.warmup(model, ms=[...]), or call the function once outside",
             )
         dependent = {"launch_pdl": True} if launch.pdl else {}
-        compiled = launch.kernel[launch.grid](
-            **arguments, **launch.constants, **options, **dependent
+        kernel = launch.kernel[launch.grid]
+        compiled = with_cache(
+            lambda: kernel(**arguments, **launch.constants, **options, **dependent)
         )
         names = launch.kernel.arg_names
         # a compiled kernel takes its arguments by position

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyfp8.errors import MissingPackage
+from anyfp8.form import with_cache
 
 if TYPE_CHECKING:
     from anyfp8.device import Arch
@@ -82,8 +83,10 @@ def compile_for(source: Source, arch: Arch) -> Any:
         for name in source.aligned
         if name in types
     }
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=gpu_target(arch),
-        options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+    return with_cache(
+        lambda: triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=gpu_target(arch),
+            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+        )
     )
