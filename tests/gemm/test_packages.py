@@ -130,11 +130,14 @@ def shuffling_marlin(n, k):
 @pytest.mark.parametrize(
     "scheme", [Scheme("channel"), Scheme("tensor"), BLOCK], ids=lambda s: s.name
 )
-def test_marlin_multiplies_and_gives_the_codes_back(install, package, scheme):
-    install(marlin._MODULES[package], *shuffling_marlin(128, 256))
-    layer, prepared = run_both(gemm.backend("marlin"), scheme)
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (80, 320), (192, 200)])
+def test_marlin_multiplies_padded_shapes_and_gives_the_codes_back(install, package, scheme, n, k):
+    install(marlin._MODULES[package], *shuffling_marlin(-(-n // 64) * 64, -(-k // 128) * 128))
+    layer, prepared = run_both(gemm.backend("marlin"), scheme, n=n, k=k)
     assert prepared.layout == "marlin"
-    assert not torch.equal(prepared.shuffled.view(torch.uint8), layer.weight.codes.reshape(-1))
+    assert prepared.shape == (n, k)
+    first = prepared.shuffled.view(torch.uint8)[: n * k]
+    assert not torch.equal(first, layer.weight.codes.reshape(-1))
     back = prepared.canonical()
     assert torch.equal(back.codes, layer.weight.codes)
     assert torch.equal(back.scale.reshape(-1), layer.weight.scale.reshape(-1))
@@ -147,7 +150,9 @@ def test_marlin_serves_an_a100_where_it_imports_and_its_own_layout_is_kept(insta
     assert found.layout == "marlin"
     odd = plan(ROW, 80, 33, A100, request=Request(tune=False))
     assert {choice.backend for _, choice in odd.choices} == {"triton_w8a16"}
-    assert "N=80, K=33" in dict(odd.choice(1).refused)["marlin"]
+    assert "N=80, K=33 to 128x128" in dict(odd.choice(1).refused)["marlin"]
+    padded = plan(ROW, 8608, 2688, A100, request=Request(tune=False))
+    assert {choice.backend for _, choice in padded.choices} == {"marlin"}
 
 
 def test_a_package_that_is_not_installed_is_named():

@@ -146,9 +146,10 @@ def test_marlin_serves_where_it_is_installed_and_passes_its_trial(marlin):
     assert asked().backend == "marlin"
     (answer,) = (cache / "probes").glob("*.json")
     assert json.loads(answer.read_text())["why"] is None
-    odd = asked(n=80)
+    assert asked(n=80).backend == "marlin"
+    odd = asked(n=80, k=33)
     assert odd.backend == "triton_w8a16"
-    assert "N % 64" in dict(odd.refused)["marlin"]
+    assert "more than twice the weight" in dict(odd.refused)["marlin"]
     assert "gfx1100" in dict(asked("gfx1100").refused)["marlin"]
 
 

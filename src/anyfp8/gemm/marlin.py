@@ -4,7 +4,8 @@ Its weights are shuffled once at load by its own functions. The canonical codes 
 shuffling their addresses the same way, so nothing here knows the layout.
 
 The surprise: it rounds the scales to the activations' dtype. fp16 scales near 1e-6 lose percents,
-so only bf16 activations are taken.
+so only bf16 activations are taken. Its tiles divide N by 64 and K by 128: other shapes are padded
+with zeros, at most to twice the weight.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from anyfp8.gemm.base import Backend, Config, PreparedWeight, canonical_weight
 from anyfp8.gemm.launch import on_device_of
@@ -36,7 +38,7 @@ class MarlinWeight(PreparedWeight):
     """Marlin's weight and scales, and the canonical fp32 scale for giving it back.
 
     Attributes:
-        size: (N, K).
+        size: (N, K) of the checkpoint's weight; the shuffled one is `_padded`.
     """
 
     shuffled: torch.Tensor
@@ -56,7 +58,7 @@ class MarlinWeight(PreparedWeight):
         return self.size
 
     def canonical(self) -> QTensor:
-        n, k = self.size
+        n, k = _padded(*self.size)
         device = self.shuffled.device
         # each byte's address, shuffled a byte of it at a time, says where it came from
         address = torch.arange(n * k, device=device).view(n, k)
@@ -67,7 +69,8 @@ class MarlinWeight(PreparedWeight):
             origin |= moved.contiguous().view(torch.uint8).reshape(-1).long() << (8 * byte)
         codes = torch.empty(n * k, dtype=torch.uint8, device=device)
         codes[origin] = self.shuffled.contiguous().view(torch.uint8).reshape(-1)
-        codes = codes.view(n, k).view(torch.float8_e4m3fn)
+        rows, columns = self.size
+        codes = codes.view(n, k)[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
         return QTensor(codes, self.scale, self.scheme.block)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -107,8 +110,9 @@ class Marlin(Backend):
             return f"has no kernel for {device.arch.name}"
         if problem.x_dtype != "bf16" or problem.out_dtype != "bf16":
             return "rounds its scales to the activations' dtype: bf16 in and out only"
-        if problem.n % 64 or problem.k % 128:
-            return f"needs N % 64 = K % 128 = 0, got N={problem.n}, K={problem.k}"
+        n, k = _padded(problem.n, problem.k)
+        if n * k > 2 * problem.n * problem.k:
+            return f"would pad N={problem.n}, K={problem.k} to {n}x{k}: more than twice the weight"
         if scheme.block is not None and scheme.block != (128, 128):
             return f"takes blocks of 128x128, not {scheme.name}"
         return None
@@ -129,7 +133,10 @@ class Marlin(Backend):
 
     def prepare(self, weight: QTensor, scheme: Scheme, x_dtype: str) -> MarlinWeight:
         plain = canonical_weight(weight, scheme)
-        layer = _shuffle(plain.codes, plain.scale, scheme, DTYPES[x_dtype])
+        rows, columns = plain.shape
+        n, k = _padded(rows, columns)
+        codes = F.pad(plain.codes, (0, k - columns, 0, n - rows))
+        layer = _shuffle(codes, plain.scale, scheme, DTYPES[x_dtype])
         scale = getattr(layer, "weight_scale", None)
         scale = layer.weight_scale_inv if scale is None else scale
         return MarlinWeight(
@@ -154,22 +161,28 @@ class Marlin(Backend):
         """x: [M, K] bf16. See `Backend.run`."""
         assert not isinstance(x, QTensor)
         assert isinstance(prepared, MarlinWeight)
-        n, k = prepared.size
+        rows, columns = prepared.size
+        n, k = _padded(rows, columns)
         if x.shape[0] == 0:
-            return x.new_empty((0, n)) if out is None else out
+            return x.new_empty((0, rows)) if out is None else out
         with on_device_of(x):
             y = _package().apply_fp8_marlin_linear(
-                x.contiguous(),
+                F.pad(x, (0, k - columns)).contiguous(),
                 prepared.shuffled,
                 prepared.shuffled_scale,
                 prepared.workspace,
                 n,
                 k,
                 None,
-            )
+            )[:, :rows]
             if bias is not None:
                 y = (y.float() + bias.float()).to(y.dtype)
-        return y if out is None else out.copy_(y)
+        return y.contiguous() if out is None else out.copy_(y)
+
+
+def _padded(n: int, k: int) -> tuple[int, int]:
+    """The shape that the kernel's tiles divide: zeros below and to the right of the weight."""
+    return -(-n // 64) * 64, -(-k // 128) * 128
 
 
 def _package() -> Any:
@@ -183,7 +196,11 @@ def _shuffle(codes: torch.Tensor, scale: torch.Tensor, scheme: Scheme, x_dtype: 
     layer.input_size_per_partition, layer.output_size_per_partition = k, n
     layer.orig_dtype = x_dtype
     layer.weight = torch.nn.Parameter(codes.view(torch.float8_e4m3fn), requires_grad=False)
-    rows = scale if scheme.block is not None else scale.reshape(-1, 1).expand(n, 1).contiguous()
+    rows = scale
+    if scheme.block is None:
+        # padded rows have a scale too, which multiplies zeros
+        rows = scale.reshape(-1, 1)
+        rows = torch.cat([rows, rows[-1:].expand(n - len(rows), 1)])
     name = "weight_scale" if scheme.block is None else "weight_scale_inv"
     if scheme.block is not None:
         layer.weight_block_size = list(scheme.block)
