@@ -164,6 +164,35 @@ def test_a_group_keyed_by_a_preset_name_is_read_by_its_content():
     assert found.scheme.name == "w8a16-channel"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16])
+@pytest.mark.parametrize("leaf", ["weight_zero_point", "input_zero_point"])
+def test_zero_points_of_symmetric_files_say_nothing_and_are_not_kept(
+    make_folder, fp8_layer, dtype, leaf
+):
+    tensors = fp8_layer("m.up_proj") | {f"m.up_proj.{leaf}": torch.zeros(1, dtype=dtype)}
+    plan = read_plan(make_folder(tensors, config(group(inputs=args()))))
+    assert plan.layers["m.up_proj"].scheme.name == "w8a8-tensor-static"
+    assert plan.layers["m.up_proj"].extras == plan.optional == plan.plain == ()
+    tensors[f"m.up_proj.{leaf}"] = torch.ones(1).to(dtype)
+    with pytest.raises(CheckpointError, match=leaf) as caught:
+        read_plan(make_folder(tensors, config(group(inputs=args())), name="shifted"))
+    assert "symmetric" in caught.value.hint
+
+
+def test_words_are_read_as_early_versions_wrote_them(make_folder, fp8_layer):
+    weights = args("BLOCK", block_structure="32x96", type="FLOAT")
+    tensors = fp8_layer("m.up_proj", input_scale=None)
+    tensors["m.up_proj.weight_scale"] = torch.rand(2, 1) + 0.1
+    plan = read_plan(make_folder(tensors, config(group(weights=weights))))
+    assert plan.layers["m.up_proj"].scheme.name == "w8a16-block32x96"
+
+
+def test_quantized_outputs_are_named(make_folder, fp8_layer):
+    quantization = config(group(inputs=args(), output_activations=args()))
+    (warning,) = read_plan(make_folder(fp8_layer("m.up_proj"), quantization)).warnings
+    assert "group_0 quantizes outputs too" in warning
+
+
 def test_uncompressed_weights_with_scales_are_refused(make_folder):
     tensors = {"m.up_proj.weight": torch.zeros(8, 8), "m.up_proj.weight_scale": torch.ones(1)}
     with pytest.raises(CheckpointError, match="the config says FP8, the weight is not"):

@@ -171,6 +171,18 @@ def test_a_layer_map_gives_each_layer_its_own_algorithm(make_folder, fp8_layer):
     assert plan.plain == ("m.plain.weight",)
 
 
+def test_a_layer_map_may_have_globs_and_a_name_wins(make_folder, fp8_layer):
+    tensors = fp8_layer("m.0.q") | fp8_layer("m.0.c", input_scale=None)
+    tensors["m.0.c.weight_scale"] = torch.rand(64) + 0.1
+    config = mixed({"m.0.*": "FP8", "m.0.c": "FP8_PER_CHANNEL_PER_TOKEN", "m.1.*": "NVFP4"})
+    plan = read_plan(make_folder(tensors, config))
+    assert [layer.scheme for layer in plan.layers.values()] == [CHANNEL, STATIC]
+    tensors["m.1.q.weight"] = torch.zeros(8, 8, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"m\.1\.q") as caught:
+        read_plan(make_folder(tensors, config, name="four-bit"))
+    assert "NVFP4" in caught.value.got
+
+
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16", "", None, "FP9"])
 def test_an_unknown_algorithm_is_refused_for_its_layer(make_folder, fp8_layer, algorithm):
     tensors = fp8_layer("m.good") | {"m.odd.weight": torch.zeros(8, 8, dtype=torch.uint8)}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from anyfp8.checkpoint import open_checkpoint, read_plan
+from anyfp8.checkpoint import open_checkpoint, read_plan, recast
 from anyfp8.errors import CheckpointError
 from anyfp8.reference import dequantize
 
@@ -38,8 +38,46 @@ def scheme_of(folder):
     ],
 )
 def test_finegrained_blocks_are_read_with_odd_edges(make_folder, extra, scheme):
-    folder = make_folder(block_layer(), FINE | extra)
-    assert scheme_of(folder) == scheme
+    tensors = block_layer()
+    if "ue8m0" in scheme:
+        tensors["m.up_proj.weight_scale_inv"] = torch.full((2, 3), 0.25)
+    assert scheme_of(make_folder(tensors, FINE | extra)) == scheme
+
+
+def test_scales_that_are_no_powers_of_two_stay_what_they_are(make_folder, tmp_path):
+    # a config may claim ue8m0 for its activations' sake; rounding the scales changes the weights
+    tensors = block_layer()
+    checkpoint = open_checkpoint(make_folder(tensors, FINE | {"scale_fmt": "ue8m0"}))
+    layer = checkpoint.layer("m.up_proj")
+    assert layer.scheme.name == "w8a8-block128x128-group128"
+    assert torch.equal(layer.weight.scale, tensors["m.up_proj.weight_scale_inv"])
+    (warning,) = checkpoint.plan.warnings
+    assert "no powers of two" in warning
+    recast(checkpoint, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert torch.equal(again["m.up_proj.weight_scale"], layer.weight.scale)
+
+
+@pytest.mark.parametrize("dim", [3, 4])
+def test_experts_in_one_fp8_tensor_are_refused_by_name(make_folder, dim):
+    shape = (4, 8, 8, 8)[:dim]
+    tensors = block_layer() | {
+        "m.experts.gate_up_proj": torch.zeros(shape).to(torch.float8_e4m3fn),
+        "m.experts.gate_up_proj_scale_inv": torch.ones(4, 1, 1),
+    }
+    with pytest.raises(CheckpointError, match=r"m\.experts\.gate_up_proj in") as caught:
+        read_plan(make_folder(tensors, FINE))
+    assert "for each expert" in caught.value.want
+
+
+def test_fbgemm_files_may_repeat_the_bound_of_their_config(make_folder, fp8_layer):
+    tensors = fp8_layer("m.up_proj", input_scale=None)
+    tensors["m.up_proj.weight_scale"] = torch.rand(64, 1) + 0.1
+    tensors["m.up_proj.input_scale_ub"] = torch.tensor([1200.0])
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    plan = read_plan(make_folder(tensors, config | {"modules_to_not_convert": None}))
+    assert plan.layers["m.up_proj"].scheme.name == "w8a8-channel-token"
+    assert plan.plain == plan.optional == ()
 
 
 @pytest.mark.parametrize("stored", ["F32", "E8M0", "bytes"])
@@ -198,6 +236,19 @@ def test_quark_configs_that_are_not_run_are_refused(make_folder, fp8_layer, quan
         read_plan(make_folder(fp8_layer("m.up_proj"), quantization))
 
 
+def test_quark_stages_outputs_and_zero_points_of_symmetric_files_are_read(make_folder, fp8_layer):
+    tensors = fp8_layer("m.up_proj")
+    for side in ("weight", "input"):
+        tensors[f"m.up_proj.{side}_zero_point"] = torch.tensor(0)
+    config = quark(inputs=inputs())
+    layer = config["global_quant_config"]
+    layer |= {"weight": [layer["weight"]], "output_tensors": inputs()}
+    plan = read_plan(make_folder(tensors, config))
+    assert plan.layers["m.up_proj"].scheme.name == "w8a8-tensor-static"
+    assert plan.optional == ()
+    assert ["outputs" in w or "zero points of 0" in w for w in plan.warnings] == [True, True]
+
+
 def test_a_quark_layer_of_another_kind_is_refused_by_name(make_folder, fp8_layer):
     four_bit = quark(dtype="fp4")["global_quant_config"]
     quantization = quark(inputs=inputs(), layer_quant_config={"*down_proj": four_bit})
@@ -225,6 +276,38 @@ def test_torchao_tensors_of_other_kinds_are_refused_by_name(tmp_path, data):
     with pytest.raises(CheckpointError, match="k_proj") as caught:
         read_plan(torchao_folder(tmp_path, data, {name: entry}))
     assert "Int4Tensor" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("block", "granularity", "grid", "scheme"),
+    [
+        ([128, 128], None, (2, 2), "w8a16-block128x128"),
+        ([128, 128], "PerBlock", (2, 2), "w8a8-block128x128-group128"),
+        ([1, 128], None, (200, 2), "w8a16-block1x128"),
+        ([200, 256], "PerTensor", (1, 1), "w8a8-tensor-dynamic"),
+        ([1, 256], "PerRow", (200, 1), "w8a8-channel-token"),
+        ([128, 128], "PerRow", (2, 2), None),
+        ([1, 2, 3], None, (2, 2), None),
+    ],
+)
+def test_torchao_blocks_are_read_off_the_metadata(tmp_path, block, granularity, grid, scheme):
+    kwargs = {"_data": {"granularity": {"_type": granularity}}} if granularity else None
+    entry = {"_type": "Float8Tensor", "_data": {"block_size": block, "act_quant_kwargs": kwargs}}
+    tensors = {
+        "m.up_proj._weight_qdata": torch.ones(200, 256).to(torch.float8_e4m3fn),
+        "m.up_proj._weight_scale": torch.rand(grid) + 0.1,
+    }
+    save_file(
+        tensors, tmp_path / "model.safetensors", metadata={"m.up_proj.weight": json.dumps(entry)}
+    )
+    quantization = {"quant_method": "torchao", "quant_type": {"default": {"_type": "X"}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    if scheme is None:
+        with pytest.raises(CheckpointError, match=r"m\.up_proj"):
+            read_plan(tmp_path)
+    else:
+        assert scheme_of(tmp_path) == scheme
+        assert read_plan(tmp_path).warnings == ()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '{"_type": "Float8Tensor"}'])

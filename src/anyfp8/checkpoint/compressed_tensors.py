@@ -11,6 +11,7 @@ and not on a projection; and "group" activations of a W8A8 file are what others 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -69,6 +70,8 @@ def declare(files: ConfigFiles) -> Declaration:
     warnings: list[str] = []
     for key, group in groups.items():
         algorithm, targets = _group(key, group, config)
+        if isinstance(group, dict) and group.get("output_activations"):
+            warnings.append(f"{key} quantizes outputs too, which stay in 16 bits here")
         for target in targets:
             if target in _LINEAR:
                 default = default or algorithm
@@ -124,7 +127,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
             raise CheckpointError(f"{kind} is not FP8 ({layout or 'no format given'})")
         if args.get("symmetric") is False:
             raise CheckpointError("FP8 with zero points is not run")
-    strategy, size = weights.get("strategy") or "tensor", weights.get("group_size")
+    strategy, size = _strategy(weights), weights.get("group_size")
     if weights.get("dynamic"):
         raise CheckpointError("dynamic weights are not run")
     exponents = "uint8" in str(weights.get("scale_dtype")) or layout.startswith("mxfp8")
@@ -135,6 +138,9 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
         return Scheme("block", **_activation(inputs, strategy), block=(1, size))
     if strategy == "block":
         block = weights.get("block_structure")
+        if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):
+            # as early versions wrote it
+            block = [int(side) for side in block.split("x")]
         if not (isinstance(block, list) and len(block) == 2 and all(map(_positive, block))):
             raise CheckpointError(f"block_structure {block!r} is not [rows, columns]")
         return Scheme("block", **_activation(inputs, strategy), block=(block[0], block[1]))
@@ -146,7 +152,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout
 def _activation(inputs: Mapping[str, Any] | None, weight: str) -> dict[str, Any]:
     if inputs is None:
         return {"activation": "none"}
-    strategy, dynamic = inputs.get("strategy") or "tensor", inputs.get("dynamic", False)
+    strategy, dynamic = _strategy(inputs), inputs.get("dynamic", False)
     if dynamic is True and strategy in ("tensor", "token"):
         return {"activation": strategy, "dynamic": True}
     if dynamic is True and strategy == "group" and _positive(size := inputs.get("group_size")):
@@ -161,7 +167,11 @@ def _describe(args: Mapping[str, Any] | None) -> str:
     if args is None:
         return "16-bit"
     timing = "dynamic " if args.get("dynamic") else ""
-    return f"{timing}{number_format(args, 'FP8')} {args.get('strategy') or 'tensor'}"
+    return f"{timing}{number_format(args, 'FP8')} {_strategy(args)}"
+
+
+def _strategy(args: Mapping[str, Any]) -> str:
+    return str(args.get("strategy") or "tensor").lower()
 
 
 def _positive(value: Any) -> TypeGuard[int]:

@@ -20,6 +20,7 @@ from anyfp8 import __version__
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import TensorSpec
 from anyfp8.checkpoint.formats import MODELOPT, MXFP8, formats_for
+from anyfp8.checkpoint.rules import Rule
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.problem import QTensor, Scheme
 
@@ -89,10 +90,15 @@ def declare(files: ConfigFiles) -> Declaration:
         algorithm=algorithm,
         kv_cache=fields["kv_cache"],
         default=default,
-        layers={name: algorithm_of(algo) for name, algo in layers.items()},
+        layers={name: algorithm_of(a) for name, a in layers.items() if not _is_glob(name)},
+        groups=tuple((Rule(n), algorithm_of(a)) for n, a in layers.items() if _is_glob(n)),
         ignore=fields["ignore"],
         warnings=tuple(warnings),
     )
+
+
+def _is_glob(name: str) -> bool:
+    return Rule(name).kind == "glob"
 
 
 def algorithm_of(name: str) -> Algorithm:

@@ -10,10 +10,7 @@ The surprise: whatever its name ("weight_scale", "weight_scale_inv", ...), a sca
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +23,19 @@ from anyfp8.checkpoint import (
     torchao,
     w8a8_fp8,
 )
+from anyfp8.checkpoint.beside import INPUT_SCALES, OPTIONAL, WEIGHT_SCALES, Beside
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import FLOATS, TensorFiles, list_tensors
 from anyfp8.checkpoint.linears import is_linear
+from anyfp8.checkpoint.places import FP8, find_places, refuse_unaccounted
 from anyfp8.checkpoint.plan import CheckpointPlan, LayerPlan
-from anyfp8.checkpoint.scales import SCALE_DTYPES, check_scale, fit_scale
 from anyfp8.errors import CheckpointError
 from anyfp8.problem import Scheme
 
 # one file per format, the first that claims a config reads it
 FORMATS = (compressed_tensors, finegrained, fbgemm, quark, torchao, w8a8_fp8, modelopt)
 
-WEIGHT_SCALES = (
-    "weight_scale",
-    "weight_scale_inv",
-    "scale_weight",
-    "qscale_weight",
-    "weight.scale",
-    "scale",
-)
-INPUT_SCALES = ("input_scale", "activation_scale", "scale_input", "qscale_act")
-# written for KV caches and other kernels; kept for saving, never used by a linear
-OPTIONAL = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "prob_output_scale")
-_SCALE_LIKE = re.compile(r"(weight|input|activation|act)_?(scale|zero_point)|scale_(weight|input)")
-# activations beyond 448 times these are not met in working models; uninitialised memory is
-_PLAUSIBLE = (1e-9, 1e5)
 _PACKED = ".weight_packed"
-_FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def read_plan(
@@ -138,11 +121,11 @@ class _Planner:
         self.files = files
         self.tensors = files.tensors
         self.declared = declared
-        self.allow_missing_scale = allow_missing_scale
-        self.dynamic_fallback = dynamic_fallback
         self.layers: dict[str, LayerPlan] = {}
         # warning -> the modules it is about: one sentence each, however many layers
         self.notes: dict[str, list[str]] = {}
+        has_config = declared.format != "hf16"
+        self.beside = Beside(files, self._note, has_config, allow_missing_scale, dynamic_fallback)
 
     def plan(self, folder: Path, config: Mapping[str, Any], strict: bool) -> CheckpointPlan:
         modules = [name[: -len(".weight")] for name in self.tensors if name.endswith(".weight")]
@@ -157,16 +140,17 @@ class _Planner:
         packed = [name[: -len(_PACKED)] for name in self.tensors if name.endswith(_PACKED)]
         self._refuse_algorithms(algorithms | {name: self._algorithm(name) for name in packed})
         for module, algorithm in algorithms.items():
-            if self.tensors[f"{module}.weight"].dtype in _FP8:
+            if self.tensors[f"{module}.weight"].dtype in FP8:
                 self.layers[module] = self._layer(module, algorithm)
             else:
                 self._check_unquantized(module, algorithm)
         for name in self.declared.layers.keys() - algorithms.keys():
             self._note("the config lists layers that have no weight", name)
-        places = self._places()
+        redundant = [name for module in self.layers for name in self.beside.redundant(module)]
+        places = find_places(self.tensors, self.layers, redundant)
         unaccounted = tuple(name for name in self.tensors if not places[name])
         if unaccounted and strict:
-            self._raise_unaccounted(unaccounted)
+            refuse_unaccounted(self.tensors, unaccounted)
         bare = self.declared.format == "hf16" and self.layers
         return CheckpointPlan(
             path=folder,
@@ -224,8 +208,8 @@ class _Planner:
             algorithm = self._undeclared(module, where)
         assert algorithm.scheme is not None
         n, k = weight.shape
-        scheme, scale = self._weight_scale(module, where, algorithm.scheme, n, k)
-        scheme, input_scale = self._input_scale(module, scheme)
+        scheme, scale = self.beside.weight_scale(module, where, algorithm.scheme, n, k)
+        scheme, input_scale = self.beside.input_scale(module, scheme)
         bias = f"{module}.bias"
         stored = self.tensors[scale] if scale else None
         return LayerPlan(
@@ -255,85 +239,10 @@ class _Planner:
             hint="correct the config, or export the model again",
         )
 
-    def _weight_scale(
-        self, module: str, where: str, scheme: Scheme, n: int, k: int
-    ) -> tuple[Scheme, str | None]:
-        found = self._beside(module, WEIGHT_SCALES)
-        if len(found) > 1:
-            raise CheckpointError(
-                f"two scales for {where}",
-                got=" and ".join(found),
-                want="one of them",
-                hint="remove the stale one, or export the checkpoint again",
-            )
-        if not found:
-            near = self._near(module)
-            if not self.allow_missing_scale or near:
-                raise CheckpointError(
-                    f"FP8 weight without its scale: {where}",
-                    got=f"beside it only {near}" if near else "no scale beside it",
-                    want=" or ".join(f"{module}.{name}" for name in WEIGHT_SCALES[:2]),
-                    hint="rename the tensor"
-                    if near
-                    else "export it again; allow_missing_scale=True takes the scale as 1",
-                )
-            self._note("FP8 weights without a scale, taken as 1", module)
-            return replace(scheme, weight="tensor", block=None, scale_format="float32"), None
-        scale = self.tensors[found[0]]
-        fitting = fit_scale(scale.shape, n, k, scheme)
-        # plain bytes are exponents only where the config says so
-        exponents = scale.dtype == "U8" and fitting is not None and fitting.scale_format == "ue8m0"
-        if fitting is None or not (exponents or scale.dtype in SCALE_DTYPES):
-            raise CheckpointError(
-                f"the scale {scale.name} in {scale.file.name} fits no granularity of its weight",
-                got=f"{scale.dtype} {list(scale.shape)} for a weight [{n}, {k}]",
-                want=f"[], [{n}], [{n}, 1] or {_grid(scheme, n, k)} of a float dtype",
-                hint="export the checkpoint again: the scale is of another weight or block",
-            )
-        if fitting != scheme and self.declared.format != "hf16":
-            self._note(
-                f"the config says {scheme.name}, the stored scales make it {fitting.name}", module
-            )
-        check_scale(self.files.read(scale.name), scale)
-        return fitting, scale.name
-
-    def _input_scale(self, module: str, scheme: Scheme) -> tuple[Scheme, str | None]:
-        found = self._beside(module, INPUT_SCALES)
-        if len(found) > 1:
-            raise CheckpointError(
-                f"two input scales for {module}",
-                got=" and ".join(found),
-                want="one of them",
-                hint="remove the stale one, or export the checkpoint again",
-            )
-        static = scheme.activation == "tensor" and not scheme.dynamic
-        if not found and not static:
-            return scheme, None
-        try:
-            if not found:
-                raise CheckpointError(
-                    f"no input_scale for the static layer {module}",
-                    want=f"{module}.{INPUT_SCALES[0]}, one positive value",
-                )
-            stored = self.tensors[found[0]]
-            value = self.files.read(stored.name)
-            check_scale(value, stored, single=True)
-            if static and not _PLAUSIBLE[0] < float(value) < _PLAUSIBLE[1]:
-                self._note("input scales that no calibration gives, check the outputs", module)
-            return scheme, stored.name
-        except CheckpointError as error:
-            if not static:
-                raise
-            if not self.dynamic_fallback:
-                error.hint = "calibrate it again, or --dynamic-fallback (dynamic_fallback=True)"
-                raise
-            self._note("no usable input_scale, activations quantized dynamically", module)
-            return replace(scheme, dynamic=True), None
-
     def _check_unquantized(self, module: str, algorithm: Algorithm | None) -> None:
         weight = self.tensors[f"{module}.weight"]
         # a plain ".scale" beside a 16-bit weight is some layer's own parameter
-        strays = self._beside(module, (*WEIGHT_SCALES[:-1], *INPUT_SCALES))
+        strays = self.beside.found(module, (*WEIGHT_SCALES[:-1], *INPUT_SCALES))
         # a group's pattern may also match what is no linear; a name in a layer map may not
         listed = algorithm is not None and self.declared.default is None
         listed = listed and (bool(self.declared.layers) or is_linear(weight.name, weight.shape))
@@ -358,69 +267,10 @@ class _Planner:
         elif algorithm is not None and _expected_fp8(weight.name, weight.shape):
             self._note("linears that are neither quantized nor ignored, kept in 16 bits", module)
 
-    def _beside(self, module: str, names: Iterable[str]) -> list[str]:
-        return [full for name in names if (full := f"{module}.{name}") in self.tensors]
-
-    def _near(self, module: str) -> str | None:
-        """A tensor beside the weight that looks like a misspelt scale."""
-        known = {*WEIGHT_SCALES, *INPUT_SCALES, *OPTIONAL, "weight", "bias"}
-        leaves = [
-            leaf
-            for name in self.tensors
-            if name.startswith(f"{module}.") and (leaf := name[len(module) + 1 :]) not in known
-        ]
-        near = difflib.get_close_matches("weight_scale", leaves, 1)
-        return f"{module}.{near[0]}" if near else None
-
-    def _places(self) -> dict[str, str]:
-        places = dict.fromkeys(self.tensors, "")
-        for layer in self.layers.values():
-            places.update(dict.fromkeys(layer.tensors, "layer"))
-        for name, stored in self.tensors.items():
-            if not places[name]:
-                module, _, leaf = name.rpartition(".")
-                module = module.removesuffix(".weight") if leaf == "scale" else module
-                places[name] = self._place(module, leaf, stored.dtype)
-        return places
-
-    def _place(self, module: str, leaf: str, dtype: str) -> str:
-        beside_weight = f"{module}.weight" in self.tensors
-        if dtype in _FP8 or (module in self.layers):
-            # nothing but the known names may stand beside a quantized weight
-            unused = module in self.layers and leaf in INPUT_SCALES
-            return "optional" if unused and self.layers[module].scheme.dynamic else ""
-        if leaf in OPTIONAL:
-            return "optional"
-        if _SCALE_LIKE.search(leaf):
-            known = leaf in WEIGHT_SCALES or leaf in INPUT_SCALES
-            return "optional" if known and beside_weight else ""
-        return "plain"
-
-    def _raise_unaccounted(self, names: tuple[str, ...]) -> None:
-        name = names[0]
-        stored = self.tensors[name]
-        module, _, leaf = name.rpartition(".")
-        known = (*WEIGHT_SCALES, *INPUT_SCALES, *OPTIONAL)
-        near = difflib.get_close_matches(leaf, known, 1)
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise CheckpointError(
-            f"no place for the tensor {name} in {stored.file.name}{more}",
-            got=f"{stored.dtype} {list(stored.shape)}",
-            want=f"known names beside a weight, such as {module}.{near[0] if near else known[0]}",
-            hint="a misspelt or foreign scale: rename or remove it"
-            if "scale" in leaf
-            else "export the checkpoint again",
-        )
-
 
 def _expected_fp8(name: str, shape: tuple[int, ...]) -> bool:
     # every tool leaves the head alone, and half of them without saying so
     return is_linear(name, shape) and not name.endswith("lm_head.weight")
-
-
-def _grid(scheme: Scheme, n: int, k: int) -> str:
-    rows, columns = scheme.block or (128, 128)
-    return f"[{-(-n // rows)}, {-(-k // columns)}]"
 
 
 def _list(names: list[str], most: int = 3) -> str:

@@ -54,6 +54,7 @@ def declare(files: ConfigFiles) -> Declaration:
         default=default,
         groups=tuple(groups),
         ignore=names(config, "exclude"),
+        warnings=_outputs(config.get("global_quant_config")),
     )
 
 
@@ -63,7 +64,7 @@ def _algorithm(where: str, layer: Any) -> Algorithm | None:
         return None
     weight = inputs = None
     if isinstance(layer, dict):
-        weight, inputs = layer.get("weight"), layer.get("input_tensors")
+        weight, inputs = (_only(layer.get(field)) for field in ("weight", "input_tensors"))
     kinds = (dict, type(None))
     if not (isinstance(layer, dict) and isinstance(weight, kinds) and isinstance(inputs, kinds)):
         raise CheckpointError(
@@ -89,6 +90,16 @@ def _algorithm(where: str, layer: Any) -> Algorithm | None:
     if scheme in ("per_token", "per_channel") and dynamic:
         return Algorithm(word, Scheme(kind, "token", dynamic=True))
     return Algorithm(word, None, f"static {scheme} inputs are not run")
+
+
+def _outputs(layer: Any) -> tuple[str, ...]:
+    found = isinstance(layer, dict) and layer.get("output_tensors")
+    return ("the config quantizes outputs too, which stay in 16 bits here",) if found else ()
+
+
+def _only(stages: Any) -> Any:
+    """Quark's several stages, where there is one."""
+    return stages[0] if isinstance(stages, list) and len(stages) == 1 else stages
 
 
 def _describe(args: Mapping[str, Any] | None) -> str:

@@ -73,7 +73,8 @@ def declare(files: ConfigFiles) -> Declaration:
     layers = {
         name.removesuffix(".weight"): algorithm
         for name, text in stored.metadata.items()
-        if name.endswith(".weight") and (algorithm := _from_metadata(name, text)) is not None
+        if name.endswith(".weight")
+        and (algorithm := _from_metadata(name, text, _shape(stored, name))) is not None
     }
     whole = _from_config(default)
     return Declaration(
@@ -85,7 +86,12 @@ def declare(files: ConfigFiles) -> Declaration:
     )
 
 
-def _from_metadata(name: str, text: str) -> Algorithm | None:
+def _shape(stored: TensorFiles, name: str) -> tuple[int, ...]:
+    codes = stored.tensors.get(f"{name.removesuffix('.weight')}._weight_qdata")
+    return codes.shape if codes else ()
+
+
+def _from_metadata(name: str, text: str, shape: tuple[int, ...]) -> Algorithm | None:
     """None for a plain tensor."""
     try:
         entry = json.loads(text)
@@ -105,9 +111,24 @@ def _from_metadata(name: str, text: str) -> Algorithm | None:
         ) from error
     if kind != "Float8Tensor":
         return Algorithm(kind, None, f"{kind} is not Float8Tensor")
-    # [1, K] is a scale per row; a block of all rows is one for the tensor
+    # [1, K] is a scale per row; a block of everything is one for the tensor
+    if isinstance(block, list) and len(shape) == 2 and block not in (list(shape), [1, shape[1]]):
+        return _blocks(kind, block, granularity)
     weight = "channel" if isinstance(block, list) and block[:1] == [1] else "tensor"
     return _algorithm(kind, weight, granularity)
+
+
+def _blocks(kind: str, block: list[Any], granularity: str | None) -> Algorithm:
+    word = f"{kind} with blocks {block}"
+    if len(block) != 2 or not all(type(side) is int and side > 0 for side in block):
+        return Algorithm(word, None, "these are no blocks of a matrix")
+    rows, columns = block
+    if granularity is None:
+        return Algorithm(word, Scheme("block", block=(rows, columns)))
+    if granularity == "PerBlock":
+        # torchao's activations of such weights: 1 x the block's width
+        return Algorithm(word, Scheme("block", "group", True, (rows, columns), columns))
+    return Algorithm(word, None, f"{granularity} activations are not run with them")
 
 
 def _from_config(config: Mapping[str, Any]) -> Algorithm:

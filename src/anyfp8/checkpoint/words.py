@@ -56,7 +56,7 @@ def objects(config: Mapping[str, Any], field: str, *, presets: bool = False) -> 
 
 def number_format(args: Mapping[str, Any], default: str = "") -> str:
     """ "FP8", "INT8" and so on of an object with `type` and `num_bits`."""
-    kind = {"float": "FP", "int": "INT"}.get(str(args.get("type", "")), "")
+    kind = {"float": "FP", "int": "INT"}.get(str(args.get("type", "")).lower(), "")
     found = f"{kind}{args.get('num_bits') or ''}"
     return found if kind else default if not args else f"type {args.get('type')!r}"
 
