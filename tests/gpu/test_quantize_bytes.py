@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from anyfp8 import fp8, quantize, reference, testing
-from anyfp8.tools.quantize_cases import cases, move, odd_rows
+from anyfp8.tools.quantize_cases import cases
+from anyfp8.tools.quantize_inputs import move, odd_rows
 
 triton = pytest.importorskip("triton")
 tl = triton.language

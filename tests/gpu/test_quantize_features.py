@@ -5,7 +5,7 @@ import torch
 
 from anyfp8 import fp8, quantize, reference, testing
 from anyfp8.integrations import sglang
-from anyfp8.tools.quantize_cases import norm_weight
+from anyfp8.tools.quantize_inputs import norm_weight
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -5,7 +5,7 @@ import torch
 
 from anyfp8 import quantize, reference, testing
 from anyfp8.quantize.launch import Target, use_target
-from anyfp8.tools.quantize_cases import norm_weight
+from anyfp8.tools.quantize_inputs import norm_weight
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
