@@ -123,13 +123,22 @@ def test_what_won_is_what_the_runtime_takes(tmp_path):
     assert not list(tmp_path.glob("*.journal"))
 
 
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
 def test_a_fused_and_sharded_model_finds_all_its_rows(tmp_path):
-    # q/k/v and gate/up as engines fuse them, split over four GPUs, and a replicated 2624x7168
-    todo = cells((16,), ("qwen3-8b",), tp=4) + cells((16,), ("2624,7168",))
+    # q/k/v and gate/up as engines fuse them, on one of four GPUs, and a replicated 2624x7168
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    todo = cells((16,), (str(tmp_path / "config.json"),), tp=4) + cells((16,), ("2624,7168",))
     found, _ = tune(tmp_path, todo, Fake(), QUICK)
     assert {(c.n, c.k) for c in todo} == {
-        (1536, 4096), (1024, 4096), (6144, 4096), (1024, 12288), (2624, 7168),
+        (1536, 4096), (4096, 1024), (6144, 4096), (4096, 3072), (2624, 7168),
     }  # fmt: skip
+    assert (todo[0].n, todo[0].k) == (6144, 4096)
     settings = env.snapshot({"ANYFP8_TABLE_DIR": str(tmp_path)})
     for one in found:
         made = plan(

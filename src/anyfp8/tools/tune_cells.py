@@ -116,7 +116,10 @@ def read_shapes(
 def _named(text: str, scheme: Scheme | None) -> Model | None:
     if text not in MODELS:
         return None
-    layers = tuple(Layer(s.name, scheme or DEFAULT_SCHEME, s.n, s.k) for s in MODELS[text])
+    # as checkpoints call them: tensor parallelism goes by the name
+    layers = tuple(
+        Layer(f"{s.name}_proj", scheme or DEFAULT_SCHEME, s.n, s.k) for s in MODELS[text]
+    )
     return Model(text, layers)
 
 
@@ -141,7 +144,7 @@ def _cell(shape: Shape, device: Device, m: int, ops: Sequence[str]) -> Cell:
     possible = tuple(op for op in OPS if op in ops and (quantized or op == "linear"))
     if not possible:
         raise InputError(
-            "there is no product of quantized operands to tune",
+            "no product of quantized operands can be tuned",
             got=f"--op gemm for {shape.scheme.name} on {device.name}",
             want="--op linear",
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from anyfp8 import gemm
 from anyfp8.device import Device
 from anyfp8.gemm.base import Config
 from anyfp8.select import Request
@@ -87,8 +88,9 @@ def plan_text(
     lines.append(f"M: {', '.join(map(str, ms))}")
     seconds = _seconds(cells, device, effort)
     lines.append(
-        f"{len(cells)} cells on {device.name}, at most {effort.most} configurations timed in a "
-        f"search; about {_time(seconds)} on one GPU with {os.cpu_count()} cores to compile"
+        f"{_count(len(cells), 'cell')} on {device.name}, at most {effort.most} configurations "
+        f"timed in a search; about {_time(seconds)} on one GPU with {os.cpu_count()} cores to "
+        "compile"
     )
     lines.append(f"then {_races(cells)} against the default path and what else is installed")
     lines.append(f"rows go to {path}")
@@ -105,9 +107,8 @@ def ranker_choices(cells: Sequence[Cell], device: Device) -> list[dict[str, Any]
         for op in cell.ops:
             problem = cell.problem(op)
             choice = select(problem, device, Request(tune=True))
-            backend = next(b for b in willing(cell, op, device, {}) if b.name == choice.backend)
+            backend = gemm.backend(choice.backend)
             us = estimate(problem, device, backend, choice.config)
-            config = " ".join(f"{k}={v}" for k, v in choice.config.to_dict().items())
             found.append(
                 {
                     "op": op,
@@ -116,8 +117,8 @@ def ranker_choices(cells: Sequence[Cell], device: Device) -> list[dict[str, Any]
                     "k": cell.k,
                     "m": cell.m,
                     "backend": choice.backend,
-                    "config": config,
-                    "us": "-" if us is None else f"{us:.1f}",
+                    "config": choice.config.to_dict(),
+                    "us": None if us is None else round(us, 2),
                     "source": choice.source,
                 }
             )
@@ -164,7 +165,7 @@ def _spaces(cell: Cell, device: Device) -> Iterator[tuple[str, list[Config]]]:
 def _races(cells: Sequence[Cell]) -> str:
     ops = sorted({op for cell in cells for op in cell.ops})
     races = sum(len(cell.ops) for cell in cells)
-    return f"{races} paired races ({' and '.join(ops)})"
+    return f"{_count(races, 'paired race')} ({' and '.join(ops)})"
 
 
 def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
@@ -173,3 +174,7 @@ def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,165 @@
+"""`anyfp8 tune` from the words to the table: the plan without a GPU, and a run whose GPU is a
+script that answers as a measuring process does."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+import torch
+import typer
+
+from anyfp8.device import find_device
+from anyfp8.errors import DeviceError, InputError
+from anyfp8.select.table import file_name, read_table
+from anyfp8.tools import tune_command, tune_session
+from anyfp8.tools.tune_compile import Ready
+from anyfp8.tools.tune_devices import to_json
+
+PLAIN = {
+    "device": "h200", "effort": "full", "m": None, "tp": 1, "scheme": None, "op": None,
+    "dry_run": False, "explain": False, "output": None, "peers": None, "as_json": False,
+}  # fmt: skip
+HEADER = {
+    "date": "2026-01-01", "anyfp8": "0", "torch": "t", "triton": "3", "driver": "d", "gpu": "g",
+}  # fmt: skip
+GPU = textwrap.dedent(
+    """
+    import json, os, sys
+    answers = os.fdopen(int(os.environ["ANYFP8_ANSWERS"]), "w")
+    told = json.loads(os.environ["TOLD"])
+    def us_of(entry):
+        config = entry["config"]
+        if entry["backend"] == "torch_scaled_mm":
+            return 20.0
+        return 5.0 + abs(config["num_warps"] - 4)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = {"refused": {}}
+        if asked["do"] == "hello":
+            answer = told
+        if asked["do"] == "time":
+            answer = {"us": us_of(asked)}
+            if os.environ.get("LIE") and asked["config"]["num_warps"] == 4:
+                answer = {"kind": "wrong", "refused": "errs by 1.00e+00, allowed 3.91e-03"}
+        if asked["do"] == "race":
+            us = {name: us_of(entry) for name, entry in asked["entries"].items()}
+            base = us[asked["default"]]
+            ratios = {n: [base / u, base / u - 0.01, base / u + 0.01] for n, u in us.items()}
+            answer = {"us": us, "ratios": ratios, "refused": {}, "peers": []}
+        answers.write(json.dumps(answer) + "\\n")
+        answers.flush()
+    """
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """One visible H200, whose process is the script."""
+    monkeypatch.setattr(tune_session, "runtime", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    told = {"header": HEADER, "device": to_json(find_device("h200"))}
+    monkeypatch.setenv("TOLD", json.dumps(told))
+    monkeypatch.setenv("ANYFP8_TABLE_DIR", str(tmp_path))
+    return {"command": (sys.executable, "-S", "-c", GPU), "compiler": lambda device: Ready()}
+
+
+def tune(models, **options):
+    tune_command.command(models, **PLAIN | options)
+
+
+def test_a_run_ends_with_rows_that_are_used_and_says_how(gpu, tmp_path, capsys, hold_to_schema):
+    tune(["512,1024"], device=None, m="1,16", effort="quick", **gpu)
+    out = capsys.readouterr()
+    assert "4 of 4 have rows" in out.out
+    assert "beats the default path in 4" in out.out
+    assert "ANYFP8_TABLE_DIR names its folder" in out.out
+    assert "512x1024 M=16  gemm: triton_row 5.0 µs; linear: triton_row 5.0 µs" in out.err
+    table = read_table(tmp_path / file_name("NVIDIA H200"))
+    assert dict(table.header.facts)["sms"] == 132
+    best = next(r for r in table.rows if (r.m, r.op, r.role) == (16, "gemm", "ours"))
+    assert (dict(best.config)["num_warps"], best.us) == (4, 5.0)
+    assert dict(best.extra)["runner_up"]["us"] >= 5.0
+    assert "2026-01-01" in dict(best.extra)["measured"]
+    tune(["512,1024"], device="cuda:0", m="16", as_json=True, **gpu)
+    found = json.loads(capsys.readouterr().out)
+    hold_to_schema("tune", found)
+    assert found["cells"][0]["winners"]["gemm"]["us"] == 5.0
+    assert found["missed"] == []
+
+
+def test_a_folder_that_is_not_looked_up_is_named_to_the_shell(gpu, tmp_path, capsys, monkeypatch):
+    tune(["512,1024"], device=None, m="16", output=tmp_path / "mine", **gpu)
+    assert f"export ANYFP8_TABLE_DIR={tmp_path / 'mine'}" in capsys.readouterr().out
+    tune(["512,1024"], device=None, m="16", output=tmp_path / "x.jsonl", **gpu)
+    assert "move it to a folder as nvidia_h200.jsonl" in capsys.readouterr().out
+
+
+def test_a_wrong_candidate_is_reported_as_a_bug_and_not_written(
+    gpu, tmp_path, capsys, monkeypatch, hold_to_schema
+):
+    monkeypatch.setenv("LIE", "1")
+    with pytest.raises(typer.Exit) as stop:
+        tune(["512,1024"], device=None, m="16", as_json=True, **gpu)
+    assert stop.value.exit_code == 1
+    out = capsys.readouterr()
+    assert "computes a wrong product" in out.err
+    assert "report this as a bug" in out.err
+    hold_to_schema("tune", found := json.loads(out.out))
+    assert {r["kind"] for r in found["refused"]} == {"wrong"}
+    rows = read_table(tmp_path / file_name("NVIDIA H200")).rows
+    assert all(dict(r.config)["num_warps"] != 4 for r in rows if r.backend == "triton_row")
+
+
+def test_another_gpu_than_the_one_here_is_refused(gpu):
+    with pytest.raises(DeviceError, match="no such GPU here") as error:
+        tune(["512,1024"], device="l40s", m="16", **gpu)
+    assert "NVIDIA H200" in error.value.got
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_without_a_gpu_a_run_is_a_clear_error(monkeypatch, hidden):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(tune_session, "runtime", lambda: "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(DeviceError) as error:
+        tune(["512,1024"], device=None)
+    assert f"CUDA_VISIBLE_DEVICES={hidden!r}" in error.value.got
+    assert "--dry-run" in error.value.hint
+
+
+def test_the_plan_needs_no_gpu_and_names_what_will_be_timed(capsys, hold_to_schema):
+    tune(["qwen3-8b"], dry_run=True, tp=2)
+    out = capsys.readouterr().out
+    for words in ("12288x4096", "4096x2048", "84 cells on NVIDIA H200", "nvidia_h200.jsonl"):
+        assert words in out
+    tune(["512,1024"], explain=True, m="16")
+    out = capsys.readouterr().out
+    assert "number 1 of the ranker" in out
+    assert out.count("µs estimated") >= 12
+    tune(["512,1024"], explain=True, m="16", as_json=True)
+    hold_to_schema("tune", found := json.loads(capsys.readouterr().out))
+    assert len(found["cells"][0]["first"]) >= 12
+
+
+def test_no_effort_shows_what_serves_an_untuned_gpu_and_writes_nothing(
+    capsys, hold_to_schema, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ANYFP8_TABLE_DIR", str(tmp_path))
+    tune(["512,1024"], effort="none", m="16,64")
+    assert "block_m=" in capsys.readouterr().out
+    tune(["512,1024"], effort="none", m="16,64", as_json=True)
+    hold_to_schema("tune", found := json.loads(capsys.readouterr().out))
+    assert {c["source"] for c in found["choices"]} <= {"ranker", "default"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_that_cannot_be_read_are_errors():
+    for options in ({"effort": "some"}, {"op": "conv"}, {"m": "few"}):
+        with pytest.raises(InputError):
+            tune(["512,1024"], **options)
+    with pytest.raises(InputError, match="no product of quantized operands"):
+        tune(["512,1024"], scheme="w8a16-channel", op="gemm", dry_run=True)
+    with pytest.raises(DeviceError, match="no GPU to plan for"):
+        tune(["512,1024"], device="cpu", dry_run=True)
