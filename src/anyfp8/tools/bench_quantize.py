@@ -324,6 +324,11 @@ def summarize(cells: Sequence[Cell]) -> dict[str, Any]:
     }
     if cells:
         summary["sanitize"] = round(timing.geometric_mean([cell.sanitize for cell in cells]), 3)
+        most = max(cells, key=lambda cell: cell.sanitize)
+        summary["worst_sanitize"] = {
+            "cell": f"{most.kind} k={most.k} m={most.m}",
+            "ratio": round(most.sanitize, 3),
+        }
     return summary
 
 
