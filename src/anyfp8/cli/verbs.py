@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from anyfp8 import __version__
-from anyfp8.cli import bench, demo, doctor, env, eval, explain, inspect, quantize, run, tables, warm
+from anyfp8.cli import (
+    bench,
+    demo,
+    doctor,
+    env,
+    eval,
+    explain,
+    inspect,
+    quantize,
+    run,
+    tables,
+    tune,
+    warm,
+)
 
 app = typer.Typer(
     name="anyfp8",
@@ -29,6 +42,7 @@ VERBS = {
     "eval": eval.evaluate,
     "inspect": inspect.inspect,
     "explain": explain.explain,
+    "tune": tune.tune,
     "warm": warm.warm,
     "doctor": doctor.doctor,
     "env": env.environment,
