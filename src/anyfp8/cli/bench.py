@@ -13,6 +13,7 @@ Peers = Annotated[
 ]
 Ms = Annotated[str | None, typer.Option("--m", help="Rows, such as 1,16,4096.")]
 Lines = Annotated[Path | None, typer.Option("--json", help="Write JSON Lines here; - for stdout.")]
+Html = Annotated[Path | None, typer.Option(help="Write one page with plots, as report does.")]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(help="A model such as qwen3-8b, or N,K; may be repeated  [default: qwen3-8b]"),
@@ -40,12 +41,13 @@ def bench_quantize(
     runs: Annotated[int, typer.Option(min=1, help="Independent races; all must agree.")] = 2,
     rounds: Rounds = 11,
     seconds: Annotated[float, typer.Option(help="No cell is begun after it.")] = 100.0,
+    html: Html = None,
 ) -> None:
     """The activation quantizers."""
     from anyfp8.tools import bench_command as tool
 
     options = {"kinds": kinds, "k": k, "m": m, "peers": peers, "out": json, "runs": runs}
-    tool.quantize_command(**options, rounds=rounds, seconds=seconds)
+    tool.quantize_command(**options, rounds=rounds, seconds=seconds, html=html)
 
 
 @group.command("gemm")
@@ -63,6 +65,7 @@ def bench_gemm(
     seed: Seed = None,
     warm: Warm = True,
     json: Lines = None,
+    html: Html = None,
 ) -> None:
     """Products of quantized operands. Exit status 1 when one of ours is wrong."""
     _bench(**locals(), op="gemm")
@@ -83,6 +86,7 @@ def bench_linear(
     seed: Seed = None,
     warm: Warm = True,
     json: Lines = None,
+    html: Html = None,
 ) -> None:
     """Layers: bf16 in, quantization included. Exit status 1 when one of ours is wrong."""
     _bench(**locals(), op="linear")
@@ -108,6 +112,7 @@ def bench_decode(
     seed: Seed = None,
     warm: Warm = True,
     json: Lines = None,
+    html: Html = None,
 ) -> None:
     """A decoder stack: TPOT and prefill. Exit status 1 when one of ours is wrong."""
     from anyfp8.tools import bench_command as tool
@@ -115,7 +120,7 @@ def bench_decode(
     tool.decode_command(
         model, tp=tp, layers=layers, batch=batch, context=context, prefill=prefill, scheme=scheme,
         kill_switch=kill_switch, dense=bf16, seconds=seconds, rounds=rounds, seed=seed, warm=warm,
-        out=json,
+        out=json, html=html,
     )  # fmt: skip
 
 

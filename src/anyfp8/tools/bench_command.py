@@ -36,6 +36,7 @@ def quantize_command(
     runs: int,
     rounds: int,
     seconds: float,
+    html: Path | None = None,
 ) -> None:
     """Time the activation quantizers; the summary on stdout, all results into a file, which holds
     what has been measured at any time.
@@ -66,6 +67,7 @@ def quantize_command(
         seconds=seconds,
         sink=sink,
     )
+    _write_page(html, [result])
     parts = ("header", "missing", "unmeasured", "summary")
     console.data_json({name: result[name] for name in parts})
 
@@ -86,19 +88,20 @@ def multiply_command(
     seed: int | None,
     warm: bool,
     out: Path | None,
+    html: Path | None = None,
     **injected: Any,
 ) -> None:
     """Race `op`; exit status 1 when a result of ours is wrong.
 
     Args:
-        out: JSON Lines file, "-" for stdout instead of the table.
+        out: JSON Lines file, "-" for stdout instead of the table. html: a page as `report` makes.
         injected: for tests: a timer, a roof, a place.
     """
     from anyfp8.tools import bench_gemm as bench
     from anyfp8.tools.gemm_report import table
     from anyfp8.tools.gemm_shapes import MS, parse_shapes
 
-    with _sink(out) as sink:
+    with _sink(out, html) as sink:
         result = bench.run(
             op,
             parse_shapes(shapes),
@@ -138,18 +141,19 @@ def decode_command(
     seed: int | None,
     warm: bool,
     out: Path | None,
+    html: Path | None = None,
     **injected: Any,
 ) -> None:
     """Race a decoder stack; exit status 1 when a result of ours is wrong.
 
     Args:
-        out: JSON Lines file, "-" for stdout instead of the table.
+        out: JSON Lines file, "-" for stdout instead of the table. html: a page as `report` makes.
         injected: for tests: a timer, a roof, a place.
     """
     from anyfp8.tools import bench_decode as bench
     from anyfp8.tools.decode_shapes import decoder
 
-    with _sink(out) as sink:
+    with _sink(out, html) as sink:
         result = bench.run(
             decoder(model, tp),
             layers=layers,
@@ -185,11 +189,14 @@ def _to_stdout(out: Path | None) -> bool:
 
 
 @contextmanager
-def _sink(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Where JSON Lines go: a file, stdout for "-", or nowhere."""
+def _sink(out: Path | None, html: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Where JSON Lines go: a file, stdout for "-", or nowhere; and a page of them at the end."""
+    kept: list[dict[str, Any]] = []
     file = None if out is None or _to_stdout(out) else out.open("w", encoding="utf-8")
 
     def sink(entry: dict[str, Any]) -> None:
+        if html is not None:
+            kept.append(entry)
         if file is not None:
             file.write(json.dumps(entry) + "\n")
             # what was measured survives whatever comes next
@@ -202,6 +209,16 @@ def _sink(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     finally:
         if file is not None:
             file.close()
+        _write_page(html, kept)
+
+
+def _write_page(html: Path | None, lines: list[dict[str, Any]]) -> None:
+    if html is not None and lines:
+        from anyfp8.tools.report import run_of
+        from anyfp8.tools.report_command import write_page
+
+        # as a file would give them back
+        write_page(run_of(html, json.loads(json.dumps(lines))), html)
 
 
 def _show(result: dict[str, Any], table: str) -> None:
