@@ -12,6 +12,7 @@ from anyfp8.device import ARCHES, CATALOGUE, generic_device
 from anyfp8.errors import InputError
 from anyfp8.gemm.compile import compile_for
 from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
+from anyfp8.gemm.w8a16_run import SCRATCH_BYTES, chunk_rows
 from anyfp8.problem import Problem, Scheme
 
 pytest.importorskip("triton")
@@ -243,6 +244,15 @@ def test_one_search_space_holds_only_legal_configurations_and_the_default():
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(config, want):
     problem = Problem("linear", Scheme("channel"), 16, 4096, 4096)
     assert want in BACKEND.illegal(config, problem, generic_device(ARCHES["sm_80"]))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "want"),
+    [(6144, 4096, 6144), (4096, 12288, 2048), (24576, 4096, 8192), (8192, 28672, 1024), (7, 3, 7)],
+)
+def test_the_scratch_of_many_tokens_is_bounded_and_its_chunks_are_one_size(n, k, want):
+    assert chunk_rows(n, k) == want
+    assert 2 * want * k <= SCRATCH_BYTES == 64 << 20
 
 
 def test_a_configuration_of_no_kernel_is_an_error():

@@ -113,6 +113,16 @@ def _sum(
     start(Launch(sum_parts, grid, values, constants))
 
 
+def chunk_rows(n: int, k: int) -> int:
+    """Rows of w that are dequantized at once: chunks of one size, in tiles of the library's."""
+    most = max(SCRATCH_BYTES // (2 * k), 16)
+    if n <= most:
+        return n
+    tile = 256 if most >= 256 else 16
+    chunks = -(-n // (most // tile * tile))
+    return -(-n // (chunks * tile)) * tile
+
+
 def chunked(
     x: torch.Tensor, prepared: CanonicalWeight, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
@@ -125,8 +135,8 @@ def chunked(
     n, k = codes.shape
     relative = x.dtype == torch.float16 or y.dtype != x.dtype
     by_row = _row_scale(scale, scheme, n) if relative else scale
-    step = max(16, min(n, SCRATCH_BYTES // (2 * k)) // 16 * 16)
-    scratch = x.new_empty((min(step, n), k))
+    step = chunk_rows(n, k)
+    scratch = x.new_empty((step, k))
     for first in range(0, n, step):
         last = min(first + step, n)
         w = scratch[: last - first]
