@@ -21,13 +21,14 @@ from anyfp8 import reference
 from anyfp8.device import device_of
 from anyfp8.errors import DeviceError, InputError
 from anyfp8.linear import Fp8Linear
+from anyfp8.linear.warm import warmup
 from anyfp8.problem import Scheme
 from anyfp8.select import Request
 from anyfp8.tools import console, timing
 from anyfp8.tools.bench_gemm import Budget, Timer, contestants
 from anyfp8.tools.decode_shapes import Decoder
 from anyfp8.tools.decode_stack import Apply, Stack, Weights, applied
-from anyfp8.tools.gemm_contenders import KILL_SWITCH, SELECTION, Setting
+from anyfp8.tools.gemm_contenders import KILL_SWITCH, SELECTION, Setting, first_line
 from anyfp8.tools.gemm_operands import Exact, judge, slack
 from anyfp8.tools.gemm_report import Ratios, middle, verdict
 from anyfp8.tools.gemm_roof import Roof, measure_roof
@@ -174,6 +175,8 @@ def run(
         header["roof"] = None if roof is None else asdict(roof)
         weights = Weights(shape, built, scheme, where, seed)
         linears = {name: weights.fp8_linears(_request(name, device.vendor)) for name in names}
+        for name in names:
+            _warm(name, linears[name], ms)
         if dense and DENSE not in failed:
             linears[DENSE] = weights.dense_linears()
         sink({"kind": "header", **header})
@@ -193,6 +196,15 @@ def run(
     summary = {**summarize(cells), "seconds": round(time.monotonic() - began, 1)}
     sink({"kind": "summary", **summary})
     return {"header": header, "cells": cells, "summary": summary}
+
+
+def _warm(name: str, layers: torch.nn.ModuleList, ms: Sequence[int]) -> None:
+    """What a caller does before it captures a graph."""
+    try:
+        warmup(layers, ms)
+    except Exception as error:
+        # whoever cannot be warmed fails again, and is named, where it is judged
+        console.talk(f"warning: {name} is not warmed: {first_line(error)}")
 
 
 def _measure(
@@ -222,7 +234,7 @@ def _measure(
                 continue
             found[name], errors[name], complaint = _judged(step, layers, weights)
         except Exception as error:
-            complaint = str(error).splitlines()[0][:200]
+            complaint = first_line(error)
         if complaint:
             wrong[name] = complaint
     right = {name: layers for name, layers in linears.items() if name not in wrong}
