@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from anyfp8 import reference
 from anyfp8.errors import CheckpointError, InputError
-from anyfp8.integrations.transformers import load, load_tokenizer
+from anyfp8.integrations.transformers import load, load_tokenizer, save
 from anyfp8.linear import Fp8Linear
+from anyfp8.problem import Scheme
 from anyfp8.tools.quantize import quantize_checkpoint
 
 IDS = torch.randint(1, 256, (1, 40), generator=torch.Generator().manual_seed(5))
@@ -187,3 +189,73 @@ def test_a_folder_without_a_tokenizer_is_refused(checkpoints, tmp_path):
         path.unlink()
     with pytest.raises(CheckpointError, match="no tokenizer"):
         load_tokenizer(tmp_path / "bad")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def tied(tmp_path, change):
+    """An FP8 checkpoint of a tied model, with a change to its tensors, and its logits before."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "bf16")
+    quantize_checkpoint(
+        tmp_path / "bf16", tmp_path / "fp8", scheme="w8a8-channel-token", device="cpu"
+    )
+    before = logits(load(tmp_path / "fp8", device="cpu"))
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    return tmp_path / "fp8", before
+
+
+def test_a_tied_head_may_lie_in_the_file_beside_the_embedding_or_in_its_place(tmp_path):
+    def double(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    folder, before = tied(tmp_path, double)
+    assert torch.equal(logits(load(folder, device="cpu")), before)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(logits(load(folder, device="cpu")), before)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path, caplog):
+    def other(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+
+    folder, before = tied(tmp_path, other)
+    model = load(folder, device="cpu")
+    assert torch.equal(logits(model), 2 * before)
+    assert "kept apart" in caplog.text
+    save(model, tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again", device="cpu")), 2 * before)
+
+
+def test_an_fp8_head_of_a_tied_model_is_run_as_it_is(tmp_path):
+    def quantized(tensors):
+        q = reference.quantize_weight(tensors["model.embed_tokens.weight"], Scheme("channel"))
+        tensors["lm_head.weight"] = q.codes.view(torch.float8_e4m3fn)
+        tensors["lm_head.weight_scale"] = q.scale.flatten()
+
+    folder, before = tied(tmp_path, quantized)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load(folder, device="cpu")
+    assert isinstance(model.lm_head, Fp8Linear)
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    # FP8 rounding of one weight: 0.026
+    assert (logits(model) - before).float().norm() / before.float().norm() < 0.033

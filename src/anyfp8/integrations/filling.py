@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.checkpoint import Checkpoint, LayerData, Source
+from anyfp8.checkpoint.files import StoredTensor, TensorFiles
 from anyfp8.errors import CheckpointError, InputError
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.linear import Fp8Linear
@@ -47,6 +48,31 @@ def fitted(model: Any, checkpoint: Checkpoint) -> Checkpoint:
         type(model).__name__,
     )
     return Checkpoint(replace(plan, layers=layers))
+
+
+def untied(config: Mapping[str, Any], files: TensorFiles) -> Mapping[str, Any]:
+    """The config, untied where the files hold an lm_head that is not the embedding.
+
+    What transformers does too. A tool that quantizes the head of a tied model stores it so.
+    """
+    head, embedding = (_tensor(files, leaf) for leaf in ("lm_head.weight", "embed_tokens.weight"))
+    if not config.get("tie_word_embeddings") or head is None or embedding is None:
+        return config
+    same = head.dtype == embedding.dtype and head.shape == embedding.shape
+    if same and torch.equal(files.read(head.name), files.read(embedding.name)):
+        return config
+    log.warning(
+        "%s: tie_word_embeddings, but %s is not %s: kept apart",
+        files.path.name,
+        head.name,
+        embedding.name,
+    )
+    return {**config, "tie_word_embeddings": False}
+
+
+def _tensor(files: TensorFiles, leaf: str) -> StoredTensor | None:
+    names = [name for name in files.tensors if name == leaf or name.endswith(f".{leaf}")]
+    return files.tensors[names[0]] if len(names) == 1 else None
 
 
 def _left_out(model: Any, name: str) -> bool:
@@ -209,7 +235,9 @@ def _place(model: Any, name: str, value: torch.Tensor, device: torch.device) -> 
 
 
 def finish(model: Any, folder: Path | None, device: torch.device) -> None:
-    model.tie_weights()
+    model.tie_weights(
+        missing_keys={name for name, p in model.named_parameters() if p.device.type == "meta"}
+    )
     empty = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if empty:
         raise CheckpointError(

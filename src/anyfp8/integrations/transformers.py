@@ -20,7 +20,7 @@ import torch
 from anyfp8.checkpoint import open_checkpoint
 from anyfp8.checkpoint.kv_cache import kv_cache_refusal
 from anyfp8.checkpoint.rules import Rule
-from anyfp8.checkpoint.sources import is_quantized, open_source
+from anyfp8.checkpoint.sources import HfSource, is_quantized, open_source
 from anyfp8.device import device_of
 from anyfp8.errors import CheckpointError, InputError, MissingPackage
 from anyfp8.integrations.experts import place_experts
@@ -31,6 +31,7 @@ from anyfp8.integrations.filling import (
     finish,
     fitted,
     replace_linear,
+    untied,
 )
 from anyfp8.integrations.parallel import Parallel, add_sums, group_of, share_out
 from anyfp8.integrations.reloading import reload
@@ -106,7 +107,8 @@ def load(
         refusal = kv_cache_refusal(plan.kv_cache, device_of(device))
         if refusal is not None:
             log.warning("%s; here it is kept in 16 bits", refusal.what)
-        model = skeleton(plan.config, dtype)
+        config, kv_cache = untied(plan.config, plan.files), plan.kv_cache
+        model = skeleton(config, dtype)
         place_experts(model, plan.files.tensors)
         checkpoint = fitted(model, checkpoint)
         plan = checkpoint.plan
@@ -121,16 +123,17 @@ def load(
         fill_quantized(model, checkpoint, parallel, device, progress)
         optional = {name: checkpoint.tensor(name) for name in plan.optional}
         folder: Path | None = Path(path)
-        config, kv_cache = plan.config, plan.kv_cache
     else:
         source = open_source(path)
-        model = skeleton(source.config, dtype)
+        config = source.config
+        if isinstance(source, HfSource):
+            config = untied(config, source.plan.files)
+        model = skeleton(config, dtype)
         place_experts(model, source.specs)
         parallel = share_out(model, group) if group is not None else None
         parsed = _parsed(scheme)
         fill_source(model, source, parsed, list(exclude), parallel, device, request, progress)
         folder = Path(path) if Path(path).is_dir() else None
-        config = source.config
     finish(model, folder, device)
     if parallel is not None:
         add_sums(model, parallel)
