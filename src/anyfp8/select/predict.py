@@ -144,7 +144,7 @@ def _w8a16_us(problem: Problem, device: Device, config: W8A16Config) -> float:
         return moved + 2 * m * n * k / (0.75e6 * peak) + 2 * _LAUNCH_US
     shape = (config.block_m, config.block_n, config.slices * config.block_k)
     # CUDA cores multiply about a sixteenth as fast as matrix units
-    share = 0.45 if config.how == "fused" else 0.06
+    share = 0.06 if config.how == "gemv" else 0.45
     us = _streamed_us(
         problem,
         device,
