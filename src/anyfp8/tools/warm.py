@@ -134,10 +134,12 @@ def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[
         path = Path(folder) / str(number)
         path.write_bytes(pickle.dumps((target, share)))
         command = [sys.executable, "-m", "anyfp8.form", str(path)]
-        with (path.with_suffix(".log")).open("w+") as log:
-            process = subprocess.Popen(
+        with (
+            path.with_suffix(".log").open("w+") as log,
+            subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-            )
+            ) as process,
+        ):
             assert process.stdout is not None
             answers = iter(process.stdout)
             for form in share:
@@ -219,15 +221,25 @@ def command(
     if as_json:
         console.data_json(asdict(report))
     else:
-        total = sum(report.kernels.values())
-        kinds = ", ".join(f"{count} {name}" for name, count in sorted(report.kernels.items()))
-        console.data(f"{report.model} on {report.device} ({report.target}): {total} kernels")
-        console.data(f"  {kinds or 'none of ours'}")
-        console.data(f"  {report.compiled} compiled, {report.loaded} there, {report.seconds} s")
-        console.data(f"  in {report.cache}")
-        for kernel, error in report.failed.items():
-            console.talk(f"error: {kernel} does not compile: {error}")
-        if not report.failed and cache is not None:
-            console.talk(f"TRITON_CACHE_DIR={report.cache} anyfp8 run {text}")
+        console.data("\n".join(lines(report)))
+    for kernel, error in report.failed.items():
+        console.talk(f"error: {kernel} does not compile: {error}")
+    if not report.failed and cache is not None:
+        console.talk(f"next: TRITON_CACHE_DIR={report.cache} for the process that runs the model")
     if report.failed:
         raise typer.Exit(1)
+
+
+def lines(report: Report) -> list[str]:
+    """The report as a person reads it."""
+    found = [
+        f"{report.model} on {report.device} ({report.target}): "
+        f"{sum(report.kernels.values())} kernels for {report.shapes} shapes, {report.ms} Ms"
+    ]
+    found += [f"  {count} {name}" for name, count in sorted(report.kernels.items())]
+    found += [f"  {name}'s own for {count} Ms" for name, count in sorted(report.others.items())]
+    found.append(f"{report.compiled} compiled, {report.loaded} there, in {report.seconds} s")
+    if report.mended:
+        found.append(f"{report.mended} entries mended: the folder was moved")
+    found.append(f"in {report.cache}")
+    return found
