@@ -160,6 +160,22 @@ def test_a_table_without_its_losers_answers_default_there():
     assert answer.reason == "the row of M=16 says default"
 
 
+def test_a_compiling_process_calls_each_row_and_outlives_what_fails(monkeypatch, capsys):
+    called = []
+    right = Layer.of_tables
+
+    def counted(self, name, m, tables):
+        called.append((self.shape.n, m))
+        return right(self, name, m, tables)
+
+    monkeypatch.setattr(Layer, "of_tables", counted)
+    rows = [ours(1), ours(16, backend="triton_row"), ours(16, n=512), ours(8, out_dtype="fp16")]
+    share = {"header": HEAD.to_dict(), "rows": [r.to_dict() for r in rows], "index": None}
+    tables_measure.work(json.dumps(share))
+    assert called == [(256, 1), (256, 16), (512, 16)]
+    assert capsys.readouterr() == ("", "")
+
+
 def command(path, us=None, **options):
     options = {"index": None, "shapes": [], "m": None, "drop": False, "to": None} | options
     options = {"seconds": 60.0, "as_json": False, "place": "cpu"} | options

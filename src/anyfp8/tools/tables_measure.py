@@ -343,13 +343,16 @@ def work(text: str) -> None:
     from anyfp8.select.schema import header_of, row_of
 
     share = json.loads(text)
-    torch.cuda.set_device(share["index"])
+    place = "cpu"
+    if share["index"] is not None:
+        torch.cuda.set_device(share["index"])
+        place = "cuda"
     header, rows = header_of(share["header"]), tuple(map(row_of, share["rows"]))
-    device = device_for(None)
+    device = device_of(torch.device(place))
     with torch.inference_mode():
         for group, by_m in _groups(Table(header, rows), (), ()).items():
             try:
-                layer = _layer(group, by_m, "cuda", 0)
+                layer = _layer(group, by_m, place, 0)
             except AnyFp8Error:
                 continue
             for m, found in by_m.items():
@@ -360,4 +363,5 @@ def work(text: str) -> None:
                         layer.contender(KILL_SWITCH, m).calls[0]()
                     except Exception as error:
                         console.talk(f"{row.backend} {group} {m} {error}")
-            torch.cuda.synchronize()
+            if place == "cuda":
+                torch.cuda.synchronize()
