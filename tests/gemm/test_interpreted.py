@@ -25,7 +25,7 @@ cases = {
             Scheme("tensor", "tensor"),
             Scheme("tensor", "token", True),
         ],
-        [TileConfig(32, 32, 32, 2)],
+        [TileConfig(32, 32, 32, 2), TileConfig(16, 32, 32, 2, swap=True)],
     ),
     "triton_block": (
         [

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,8 @@ _GOOD_OPERAND_BYTES = 512
 class TileConfig(Config):
     """Tile of one program, its warps and the depth of its pipeline.
 
-    group_m row tiles are walked before the next column tile, so that they share it in L2.
+    group_m row tiles are walked before the next column tile, so that they share it in L2. With
+    swap the weight is the product's first operand, whose 64 rows a warp group wants full.
     """
 
     block_m: int
@@ -42,6 +43,7 @@ class TileConfig(Config):
     group_m: int = 8
     num_warps: int = 4
     num_stages: int = 3
+    swap: bool = False
 
     def __post_init__(self) -> None:
         blocks = (self.block_m, self.block_n, self.block_k, self.num_warps)
@@ -51,6 +53,11 @@ class TileConfig(Config):
                 got=repr(self),
                 want="blocks and num_warps powers of two, num_stages and group_m at least 1",
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        # rows of tables that never had the field stay as they were
+        values = super().to_dict()
+        return values if self.swap else {k: v for k, v in values.items() if k != "swap"}
 
     @property
     def sums(self) -> int:
@@ -64,7 +71,8 @@ class TileConfig(Config):
 
     def from_shared(self, device: Device) -> bool:
         """Whether the dot is a warp group's and reads its operands from shared memory."""
-        return _by_warp_groups(device) and self.block_m >= 64 and self.num_warps >= 4
+        first = self.block_n if self.swap else self.block_m
+        return _by_warp_groups(device) and first >= 64 and self.num_warps >= 4
 
     def converts(self, device: Device) -> bool:
         """Whether codes are converted to fp16 because no FP8 product has this shape there."""
@@ -84,6 +92,8 @@ class TileBackend(Backend):
     kind = "w8a8"
     config_class = TileConfig
     batch_invariant = True
+    # whether its kernel has a form with the weight first
+    swaps = False
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if not device.has_fp8:
@@ -105,6 +115,8 @@ class TileBackend(Backend):
         assert isinstance(config, TileConfig)
         if config.block_m < 16 or config.block_n < 16 or config.block_k < 32:
             return "is below the tensor cores' 16x16x32"
+        if config.swap and not (self.swaps and config.from_shared(device)):
+            return "puts the weight first, which only products of warp groups and row scales do"
         limit = self.max_block_k(problem)
         if config.block_k > limit or limit % config.block_k:
             return f"has block_k={config.block_k}, and the scales or the accumulation need {limit}"
@@ -121,6 +133,8 @@ class TileBackend(Backend):
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
         assert isinstance(config, TileConfig)
+        if config.swap and not (self.swaps and config.from_shared(device)):
+            config = replace(config, swap=False)
         block_k = min(config.block_k, self.max_block_k(problem))
         for bk in _halvings(block_k, 32):
             for bn in _halvings(config.block_n, 16):
@@ -145,7 +159,10 @@ class TileBackend(Backend):
             # a tile twice as tall as the rows there are only wastes them, unless it is the lowest
             # that multiplies FP8: 64 rows took 9.4 µs for M = 1 to 16 and 16 rows 10.7 (H200)
             tall = config.block_m > 16 and config.block_m >= 2 * max(problem.m, 1)
-            if tall and (config.block_m > 64 or not config.from_shared(device)):
+            if tall and (config.swap or config.block_m > 64 or not config.from_shared(device)):
+                continue
+            # beyond one tile of rows the weight would be read again
+            if config.swap and config.block_m < problem.m:
                 continue
             if config.block_k > 32 and config.block_k >= 2 * problem.k:
                 continue
@@ -218,6 +235,12 @@ def _good_tiles(backend: TileBackend, problem: Problem, device: Device) -> tuple
         deep = (8, 12) if block_m <= 64 and block_n <= 64 and block_k <= 256 else ()
         for warps, stages in product((2, 4, 8), (1, 2, 3, 4, 5, 6, *deep)):
             config = TileConfig(block_m, block_n, block_k, 8, warps, stages)
+            if backend.good(config, problem, device):
+                found.append(config)
+    if backend.swaps:
+        shapes = product((16, 32, 64), (64, 128, 256), (128, 256, 512), (4, 8), (3, 4, 5, 6, 8, 10))
+        for block_m, block_n, block_k, warps, stages in shapes:
+            config = TileConfig(block_m, block_n, block_k, 8, warps, stages, swap=True)
             if backend.good(config, problem, device):
                 found.append(config)
     return tuple(found)

@@ -25,6 +25,7 @@ POINTER_TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 class TritonRow(TileBackend):
     name = "triton_row"
+    swaps = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         scheme = problem.scheme
@@ -45,8 +46,9 @@ class TritonRow(TileBackend):
         constants = self.constants(problem, config, device)
         constants |= dict.fromkeys(("N", "K", "stride_xm", "stride_wn", "stride_ym"), 1)
         constants = {name: v for name, v in constants.items() if name not in signature}
+        form = "row_swap" if config.swap else "row_plain"
         return Source(
-            "anyfp8.kernels.row_plain:row_plain",
+            f"anyfp8.kernels.{form}:{form}",
             tuple(signature.items()),
             tuple(constants.items()),
             pointers | aligned(integers.items()),
@@ -81,6 +83,7 @@ class TritonRow(TileBackend):
     ) -> torch.Tensor:
         """x.data: [M, K] with K contiguous; x.scale: fp32 [] or [M, 1]. See `Backend.run`."""
         from anyfp8.kernels.row_plain import row_plain
+        from anyfp8.kernels.row_swap import row_swap
 
         assert isinstance(x, QTensor)
         assert isinstance(prepared, CanonicalWeight)
@@ -109,7 +112,8 @@ class TritonRow(TileBackend):
         constants = self.constants(problem, config, facts_of(codes))
         # of the rows there are, whatever the problem says: others may not be read
         constants["EVEN_M"] = m % config.block_m == 0
-        start(Launch(row_plain, grid, values, constants, config.num_warps, config.num_stages))
+        kernel = row_swap if config.swap else row_plain
+        start(Launch(kernel, grid, values, constants, config.num_warps, config.num_stages))
         return y
 
 

@@ -74,7 +74,8 @@ def from_engine(values: Mapping[str, Any]) -> TileConfig:
     """A tile from the engines' spelling. Raises InputError: a field is missing or not a tile's."""
     known = {_FIELDS[name]: value for name, value in values.items() if name in _FIELDS}
     try:
-        return TileConfig(**({"group_m": 1} | known))
+        tile: dict[str, Any] = {"group_m": 1} | known
+        return TileConfig(**tile)
     except TypeError as error:
         raise InputError(
             "not an engine's tile", got=json.dumps(dict(values)), want=", ".join(_FIELDS)
@@ -102,7 +103,9 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
     by_m = table.group(("gemm", scheme.name, "", "bf16", "fast", n, k))
     configs: Configs = {}
     for m in sorted(by_m):
-        row = winner_of(by_m[m], ("triton_row", "triton_block"))
+        # their kernels have no form with the weight first
+        rows = [row for row in by_m[m] if not dict(row.config or ()).get("swap")]
+        row = winner_of(rows, ("triton_row", "triton_block"))
         if row is None or row.config is None:
             configs[m] = None
         else:

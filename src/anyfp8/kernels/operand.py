@@ -51,6 +51,20 @@ def load_rows(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def load_columns(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
+    """`load_rows` of a transposed tile: K runs down, rows run across."""
+    if EVEN_M:
+        if EVEN_K:
+            return tl.load(x)
+        else:
+            return tl.load(x, mask=ks[:, None] < left, other=0.0)
+    elif EVEN_K:
+        return tl.load(x, mask=(rows < M)[None, :], other=0.0)
+    else:
+        return tl.load(x, mask=(rows < M)[None, :] & (ks[:, None] < left), other=0.0)
+
+
+@triton.jit
 def operand(codes, OPERAND: tl.constexpr):
     """Loaded codes as the dot takes them."""
     if OPERAND == "fp8e4nv":
