@@ -263,6 +263,19 @@ def test_a_tuned_table_shows_what_its_look_up_takes():
             assert (cell.first.backend == "default") == (taken == default)
 
 
+def test_a_tuners_document_adds_what_it_refused(tmp_path):
+    path = tmp_path / "tune.json"
+    refused = {"cell": "linear 1", "backend": "triton_row", "config": {"a": 1}, "kind": "hung"}
+    found = {"device": "NVIDIA H200", "table": "nvidia_h200.jsonl", "cells": [], "missed": []}
+    document = found | {"refused": [refused | {"reason": "took 9 s"}]}
+    path.write_text(json.dumps(document, indent=2))
+    (tmp_path / "nvidia_h200.jsonl").write_text(TABLE.read_text())
+    run = read_run(path)
+    assert run.panels == read_run(TABLE).panels
+    assert refusals(run) == [("triton_row a=1, linear 1", "hung: took 9 s", "the whole run")]
+    assert "took 9 s" in page(run)
+
+
 def test_a_run_that_was_cut_short_is_shown_with_a_note(tmp_path):
     text = "\n".join(LINEAR.read_text().splitlines()[:3])
     path = tmp_path / "cut.jsonl"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,8 @@ def run_of(path: Path, lines: list[dict[str, Any]]) -> Run:
     first = lines[0]
     if "format" in first and "device" in first:
         return _of_table(path)
+    if {"table", "cells", "refused"} <= set(first):
+        return _of_tune(path, first)
     if isinstance(first.get("header"), dict) and "protocol" in first:
         return _of_quantize(path, first)
     if first.get("kind") == "header" and first.get("op") in ("gemm", "linear", "decode"):
@@ -159,7 +161,7 @@ def _no_run(path: Path, got: str) -> InputError:
     return InputError(
         f"{path} is no run",
         got=got,
-        want="what anyfp8 bench gemm|linear|quantize|decode --json FILE wrote, or a tuned table",
+        want="what anyfp8 bench --json FILE or anyfp8 tune --json wrote, or a tuned table",
         hint="anyfp8 bench linear --json RUN.jsonl",
     )
 
@@ -335,6 +337,18 @@ def _of_table(path: Path) -> Run:
     header = {"gpu": head.device, "op": "table", "date": head.date, **dict(head.facts)}
     about = head.source or "a tuned table"
     return Run(str(path), "table", about, header, tuple(panels), {}, {})
+
+
+def _of_tune(path: Path, found: dict[str, Any]) -> Run:
+    """What `tune --json` printed: its table, and the candidates that were refused."""
+    table = Path(found["table"])
+    run = _of_table(table if table.is_file() else path.parent / table.name)
+    missing = {
+        f"{r['backend']} {config_text(r['config'])}, {r['cell']}": f"{r['kind']}: {r['reason']}"
+        for r in found["refused"]
+    }
+    missed = [f"the look-up of {x['op']} {x['cell']} differs: {x['why']}" for x in found["missed"]]
+    return replace(run, path=str(path), missing=missing, notes=(*run.notes, *missed))
 
 
 def _table_cell(m: int, rows: Iterable[Any]) -> Cell:
