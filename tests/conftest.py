@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import torch
 
 from anyfp8 import reference
 
-SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
+HERE = Path(__file__).parent
+SCHEMAS = HERE.parent / "docs" / "schemas"
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in os.environ:
-        if name.startswith(("ANYFP8_", "SGLANG_")):
+        if name.startswith(("ANYFP8_", "SGLANG_")) or name in ("NO_COLOR", "FORCE_COLOR"):
             monkeypatch.delenv(name)
 
 
@@ -53,6 +55,43 @@ def hold_to_schema():
     def hold(name, found):
         schema = json.loads((SCHEMAS / f"{name}.json").read_text())
         jsonschema.Draft202012Validator(schema).validate(found)
+
+    return hold
+
+
+def masked(text, tmp):
+    """The wording alone."""
+    text = text.replace(str(HERE / "data" / "checkpoints"), "CHECKPOINTS").replace(str(tmp), "TMP")
+    text = text.replace(str(HERE.parent), "ROOT")
+    # how far something was after so many seconds
+    text = re.sub(r"(?m)^.+ \d+(/\d+)? \d+ s( .*)?\n", "", text)
+    text = re.sub(r"\b(how|split_k|slices)=\w+ ?", "", text)
+    text = re.sub(r"(?<![\w.])\d[\d,.]*(e[-+]\d+)?(x\d+)?\+?\w*", "#", text)
+    text = re.sub(r"\b(block_m|block_n|block_k|group_m|num_warps|num_stages)=#", r"\1=#", text)
+    text = re.sub(r"(?m)^estimates of .*$", "estimates of ...", text)
+    # which other libraries are installed is this machine's affair
+    text = re.sub(r"(?m)^.*needs (the package|Triton).*\n", "", text)
+    text = re.sub(r" {3,}", "   ", re.sub(r"-{3,}", "---", text))
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+@pytest.fixture
+def hold_snapshot(tmp_path):
+    """Compare a text, or what `call` returned for arguments, with tests/snapshots/NAME.txt."""
+
+    def hold(name, shown, found=None):
+        if found is not None:
+            status, *streams = found
+            lines = [f"$ anyfp8 {' '.join(map(str, shown))}", f"exit status {status}"]
+            for title, text in zip(("stdout", "stderr"), streams, strict=True):
+                if text:
+                    lines += [f"--- {title}", masked(text, tmp_path)]
+            shown = "\n".join(lines)
+        path = HERE / "snapshots" / f"{name}.txt"
+        if os.environ.get("UPDATE_SNAPSHOTS"):
+            path.write_text(shown + "\n")
+        assert path.is_file(), "run this test once with UPDATE_SNAPSHOTS=1"
+        assert shown + "\n" == path.read_text(), "if it reads better now: UPDATE_SNAPSHOTS=1"
 
     return hold
 

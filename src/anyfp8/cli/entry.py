@@ -9,6 +9,7 @@ import sys
 from anyfp8 import env
 from anyfp8.cli.verbs import app
 from anyfp8.errors import AnyFp8Error, EnvError, InputError, MissingPackage
+from anyfp8.tools import console
 
 
 def main() -> None:
@@ -39,15 +40,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        console.talk("\nstopped")
         sys.exit(130)
 
 
 def _tell(error: AnyFp8Error) -> None:
-    print(f"error: {error.what}", file=sys.stderr)
-    for label in ("got", "want", "hint"):
-        text = getattr(error, label)
+    console.talk(f"error: {error.what}")
+    for label, text in (("  got", error.got), ("  want", error.want), ("hint", error.hint)):
         if text:
-            print(f"{label if label == 'hint' else '  ' + label}: {text}", file=sys.stderr)
+            console.talk(f"{label}: {text}")
     for name, reason in getattr(error, "reasons", {}).items():
-        print(f"  {name} was refused because it {reason}", file=sys.stderr)
+        console.talk(f"  {name} was refused because it {reason}")

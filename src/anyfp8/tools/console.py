@@ -1,26 +1,53 @@
 """Data on stdout, talk on stderr: the voice of the command line.
 
 Progress is one line that rewrites itself on a terminal; elsewhere (a pipe, a log) a line now and
-then, so that long work is never silent and logs stay short.
+then, so that long work is never silent and logs stay short. Colour repeats what a label says, on a
+terminal only: data is never coloured, and NO_COLOR or TERM=dumb leave everything plain.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 # seconds between progress lines where stderr is no terminal
 QUIET_INTERVAL = 15.0
 
 
+# what a line of talk may start with -> how a terminal shows it
+_LABELS = {"error": "1;31", "warning": "1;33", "hint": "1;36", "next": "1;36", "note": "1;34"}
+
+
 def talk(text: str = "") -> None:
     """A line for the person, on stderr."""
+    label, colon, rest = text.partition(":")
+    if colon and label in _LABELS and coloured(sys.stderr):
+        text = f"\x1b[{_LABELS[label]}m{label}:\x1b[0m{rest}"
     print(text, file=sys.stderr, flush=True)
+
+
+def rewrites(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can erase a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether a stream shows colour; https://no-color.org and its opposite FORCE_COLOR decide."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or rewrites(stream)
+
+
+def columns(most: int = 80) -> int:
+    """Width for running text: the terminal's, and never more than `most`."""
+    return max(20, min(most, shutil.get_terminal_size().columns))
 
 
 def data(text: str) -> None:
@@ -49,7 +76,7 @@ class Progress:
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total = title, total
         self.start = self.last = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        self.terminal = rewrites(sys.stderr)
         self.done = 0
 
     def step(self, done: int | None = None, note: str = "") -> None:

@@ -56,5 +56,5 @@ def command(*, as_json: bool) -> None:
     if as_json:
         console.data_json(found)
         return
-    for line in lines(found):
+    for line in lines(found, console.columns()):
         console.data(line)
