@@ -216,3 +216,19 @@ def test_run_and_eval_fall_back_when_asked(call, checkpoint, tmp_path):
         status, _, err = call(*verb, "--dynamic-fallback")
         assert status == 0
         assert "1 layers w8a8-tensor-dynamic" in err
+
+
+def test_eval_computes_as_an_official_runtime_does(call, checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    given = ("eval", checkpoint, "--text", text, "--windows", 1, "--length", 64, "--json")
+    found = {}
+    for emulate in (None, "w8a8", "quark"):
+        status, out, err = call(*given, *(("--emulate", emulate) if emulate else ()))
+        assert status == 0, err
+        found[emulate] = json.loads(out)
+    assert len({document["perplexity"] for document in found.values()}) == 3
+    assert found["quark"]["served"][0].startswith("14 layers as quark computes them")
+    status, _, err = call(*given, "--emulate", "vllm")
+    assert status == 2
+    assert "w8a8, compressed-tensors, quark" in err

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from anyfp8.cli.options import Device, DynamicFallback, Emulate, Json, Model, Text
+from anyfp8.cli.options import Device, DynamicFallback, Json, Model, Text
 
 
 def evaluate(
@@ -25,7 +25,13 @@ def evaluate(
         str | None, typer.Option(help="Quantize a 16-bit checkpoint while loading.")
     ] = None,
     device: Device = None,
-    emulate: Emulate = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(
+            help="w8a8: compute what a GPU's FP8 units would, where there are none; "
+            "compressed-tensors, quark: what that runtime computes, in its 16-bit arithmetic."
+        ),
+    ] = None,
     dynamic_fallback: DynamicFallback = False,
     json: Json = False,
 ) -> None:

@@ -13,6 +13,7 @@ from anyfp8.integrations.transformers import load_tokenizer
 from anyfp8.tools import console
 from anyfp8.tools.evaluate import Agreement, LayerError, agreement, layer_errors
 from anyfp8.tools.run import emulation, load_model, serving
+from anyfp8.tools.runtimes import RUNTIMES, emulate_runtime
 from anyfp8.tools.texts import read_text
 from anyfp8.tools.texts import windows as cut
 
@@ -35,7 +36,9 @@ def command(
     as_json: bool,
 ) -> None:
     """The verb. Exit status 1 when a layer is past its bound or the perplexity is not finite."""
-    emulated = emulation(emulate)
+    runtime = emulate if emulate in RUNTIMES else None
+    # what the layers' own errors are compared with quantizes activations too
+    emulated = runtime is not None or emulation(emulate, RUNTIMES)
     content, title = read_text(text)
     pieces = cut(load_tokenizer(path), content, length, windows)
     model = load_model(
@@ -49,7 +52,8 @@ def command(
     original = None
     if source is not None:
         original = load_model(source, device=device, title=f"loading {source}")
-    for line in serving(model):
+    served = serving(model) if runtime is None else [emulate_runtime(model, runtime)]
+    for line in served:
         console.talk(line)
     with console.progress(f"reading {len(pieces)} windows of {title}", len(pieces)) as shown:
         found = agreement(model, pieces, original, shown.step)
@@ -62,7 +66,7 @@ def command(
         document = {"text": title, "windows": len(pieces), "length": pieces[0].shape[1]}
         document |= asdict(found) | {"layers": [asdict(layer) for layer in layers]}
         first = suspects[0].name if suspects else None
-        console.data_json(document | {"first_suspect": first, "served": serving(model)})
+        console.data_json(document | {"first_suspect": first, "served": served})
     else:
         for line in report(found, layers):
             console.data(line)

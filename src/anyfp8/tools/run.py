@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ from anyfp8.select import Choice, Request
 from anyfp8.tools import console
 
 
-def emulation(value: str | None) -> bool:
-    """Read `--emulate`. Raises InputError for anything but w8a8 or nothing."""
+def emulation(value: str | None, others: Sequence[str] = ()) -> bool:
+    """Read `--emulate`. Raises InputError for anything but w8a8 or nothing.
+
+    Args:
+        others: what a verb reads itself, for the message.
+    """
     if value not in (None, "w8a8"):
-        raise InputError("--emulate cannot be read", got=value, want="w8a8")
+        want = ", ".join(("w8a8", *others))
+        raise InputError("--emulate cannot be read", got=value, want=want)
     return value is not None
 
 

@@ -1,0 +1,89 @@
+"""y = linear(q(x / s) · s, W in 16 bits): FP8 layers in the arithmetic of an official runtime.
+
+compressed-tensors (in transformers) and Quark run FP8 models as fake quantization. `eval --emulate
+compressed-tensors` computes what they do, so that a perplexity that differs from theirs can be told
+from a checkpoint that was read wrong: on equal inputs these outputs are theirs bit for bit.
+
+The surprise: they divide x by its scale in x's own 16 bits and then round to FP8, twice in all. Two
+to five codes in a hundred come out one step away, and a static model's perplexity moves by half a
+percent, up or down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anyfp8 import reference
+from anyfp8.errors import InputError
+from anyfp8.fp8 import E4M3FN
+from anyfp8.linear import Fp8Linear
+from anyfp8.problem import QTensor, Scheme
+
+RUNTIMES = ("compressed-tensors", "quark")
+
+
+def emulate_runtime(model: torch.nn.Module, name: str) -> str:
+    """Make a model's FP8 layers compute in a runtime's arithmetic, until it is dropped.
+
+    Args:
+        model: of `load`; each layer keeps a copy of its weight in 16 bits.
+        name: one of `RUNTIMES`, whose arithmetic is the same.
+
+    Returns:
+        A line that says so.
+
+    Raises:
+        InputError: another name.
+    """
+    if name not in RUNTIMES:
+        raise InputError("not a runtime to emulate", got=name, want=", ".join(RUNTIMES))
+    layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    for layer in layers:
+        layer.forward = _Emulated(layer)
+    return f"{len(layers)} layers as {name} computes them: x / scale in 16 bits, then FP8"
+
+
+class _Emulated:
+    """The forward of a layer."""
+
+    def __init__(self, layer: Fp8Linear) -> None:
+        q = QTensor(layer.weight, layer.weight_scale, layer.scheme.block)
+        self.weight = reference.dequantize(q, layer.dtype)
+        self.scheme, self.bias, self.input_scale = layer.scheme, layer.bias, layer.input_scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        seen = fake_quantized(x, self.scheme, self.input_scale)
+        return torch.nn.functional.linear(seen, self.weight, self.bias)
+
+
+def fake_quantized(
+    x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x as those runtimes see it: quantized in 16-bit arithmetic and dequantized.
+
+    Args:
+        x: [..., K] bf16 or fp16. input_scale: fp32 [] of a static scheme.
+
+    Returns:
+        [..., K] of x's dtype.
+    """
+    if scheme.activation == "none":
+        return x
+    k = x.shape[-1]
+    group = scheme.group or k
+    # a last group that is not whole: the runtimes fail there, zeros change no maximum
+    parts = torch.nn.functional.pad(x, (0, -k % group)).unflatten(-1, (-1, group))
+    scale = _scale(x, parts, scheme, input_scale).to(x.dtype)
+    codes = (parts / scale).clamp(-E4M3FN.max, E4M3FN.max).to(torch.float8_e4m3fn)
+    return (codes.to(x.dtype) * scale).flatten(-2)[..., :k]
+
+
+def _scale(x: torch.Tensor, parts: Any, scheme: Scheme, static: torch.Tensor | None) -> Any:
+    if static is not None:
+        return static
+    amax = x.abs().amax() if scheme.activation == "tensor" else parts.abs().amax(-1, keepdim=True)
+    scale = amax / E4M3FN.max
+    # of nothing but zeros; any scale gives them back
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
