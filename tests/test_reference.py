@@ -193,6 +193,22 @@ class TestByHand:
         q = reference.quantize_block(w, ue8m0=True)
         assert q.scale.tolist() == [[0.0078125, 1.0]]
 
+    def test_a_scale_that_is_rounded_up_takes_the_codes_along(self):
+        w = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.7
+        fine, again = reference.quantize_block(w), reference.quantize_block(w, ue8m0=True)
+        up = torch.exp2(torch.ceil(torch.log2(w.abs().max() / 448)))
+        assert again.scale == up
+
+        def error(values):
+            return ((values - w).norm() / w.norm()).item()
+
+        assert error(reference.dequantize(again)) == pytest.approx(0.027, abs=0.002)
+        assert error(reference.dequantize(fine)) == pytest.approx(0.027, abs=0.002)
+        # the old codes under the new scale are all too large
+        inflated = up / (w.abs().max() / 448) - 1
+        assert error(fine.data.float() * up) == pytest.approx(inflated.item(), rel=0.05)
+        assert inflated > 0.1
+
 
 class TestZeros:
     @pytest.mark.parametrize("rows", [1, 2, 17])
