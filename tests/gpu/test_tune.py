@@ -112,8 +112,8 @@ def test_a_race_has_the_default_path_ours_and_torch_in_16_bits(bench, device):
         "triton_row#1": {"backend": "triton_row", "config": TILE},
     }
     for op in cell.ops:
-        request = {"cell": cell.to_dict(), "op": op, "entries": entries, "default": "default"}
-        found = bench.serve({"do": "race", **request})
+        request = {"op": op, "entries": entries, "default": "default", "peers": True}
+        found = bench.serve({"do": "race", "cell": cell.to_dict(), **request})
         assert set(found["us"]) == {"default", "triton_row#1", "torch bf16"}, found["refused"]
         middle, low, high = found["ratios"]["triton_row#1"]
         assert low <= middle <= high

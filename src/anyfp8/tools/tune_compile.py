@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +53,7 @@ class Pool:
         command: tuple[str, ...] = (*COMMAND, "compile"),
         limit_s: float = LIMIT_S,
     ) -> None:
-        count = max(1, min(32, (os.cpu_count() or 2) - 2)) if count is None else count
+        count = max(1, min(32, cores() - 2)) if count is None else count
         self._device, self._limit_s = device, limit_s
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._known: dict[tuple[Form, ...], Future[str]] = {}
@@ -105,6 +106,20 @@ class Pool:
                 # closed under its hands
                 why = f"was not compiled: {error}"
             future.set_result(why)
+
+
+def cores() -> int:
+    """Cores that this process may use: a container often shows all of its host's."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:
+        count = os.cpu_count() or 2
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
 
 
 class Ready:

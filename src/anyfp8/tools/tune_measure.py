@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Bench:
         self._peers: Peers | None = None
         self._shape: tuple[Any, ...] = ()
         self._pool: Any = None
+        self._stream: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request → its answer; what a candidate raises is the answer."""
@@ -101,9 +104,16 @@ class Bench:
             except Exception as error:
                 failure = _failure(error)
                 refused[name] = (failure["kind"], failure["refused"])
-        assert self._peers is not None
-        peers, missing = self._peers.contenders(request["op"], cell.m)
+        peers, missing = {}, {}
+        if request["peers"] and self._peers is not None:
+            peers, missing = self._peers.contenders(request["op"], cell.m)
         refused |= {name: ("failed", why) for name, why in missing.items()}
+        for name, calls in list(peers.items()):
+            try:
+                self._captured(calls, 1)
+            except Exception as error:
+                refused[name] = ("failed", _failure(error)["refused"])
+                del peers[name]
         everyone = contenders | peers
         if not contenders:
             return {"us": {}, "ratios": {}, "refused": refused, "peers": []}
@@ -146,35 +156,61 @@ class Bench:
         return data.judge(y, problem.m, backend.kind == "w8a8", problem.accumulate)
 
     def _captured(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
-        # the last graph is gone, and its memory serves this one
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        calls[0]()
-        torch.cuda.synchronize()
+        # not by `torch.cuda.graph`, which empties the allocator's cache each time
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+            # a pool without a graph cannot be captured into again
+            self._keeper = self._capture([lambda: torch.zeros(1, device="cuda")], 1)
+        return self._capture(calls, repeats)
+
+    def _capture(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
+        self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            for _ in range(repeats):
-                for call in calls:
-                    call()
+        with torch.cuda.stream(self._stream):
+            calls[0]()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool)
+            try:
+                for _ in range(repeats):
+                    for call in calls:
+                        call()
+            except BaseException:
+                # this process captures no more
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise _Lost from None
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
         return graph
 
     def _measured(self, calls: Sequence[Call], target_us: float) -> float:
         repeats = -(-_CALLS // len(calls))
         graph = self._captured(calls, repeats)
-        graph.replay()
-        once = _replayed(graph, 1)
-        count = max(3, min(64, round(target_us / max(once, 1.0))))
-        times = sorted(_replayed(graph, 1) for _ in range(count))
+        (once,) = _replays(graph, 1)
+        times = sorted(_replays(graph, max(3, min(64, round(target_us / max(once, 1.0))))))
         return times[len(times) // 2] / (repeats * len(calls))
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
+class _Lost(Exception):
+    """A call cannot be captured."""
+
+    def __str__(self) -> str:
+        return f"cannot be captured into a graph: {self.__context__}"
+
+
+def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """µs of each of `count` replays after one that is not timed."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    # a sleeping GPU lets the CPU enqueue everything before any of it is timed
+    torch.cuda._sleep(100_000)
+    graph.replay()
+    for start, end in pairs:
+        start.record()
         graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end)
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in pairs]
 
 
 def _candidate(entry: dict[str, Any]) -> tuple[Backend, Config]:
@@ -185,6 +221,8 @@ def _candidate(entry: dict[str, Any]) -> tuple[Backend, Config]:
 def _failure(error: Exception) -> dict[str, Any]:
     first = (str(error) or repr(error)).splitlines()[0][:200]
     found = {"kind": "failed", "refused": f"{type(error).__name__}: {first}"}
+    if isinstance(error, _Lost):
+        return found | {"last": True}
     try:
         torch.cuda.synchronize()
     except Exception:

@@ -6,7 +6,6 @@ grows where cores are few.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from anyfp8.select.predict import estimate
 from anyfp8.select.selection import select
 from anyfp8.tools import console
 from anyfp8.tools.tune_cells import Cell, Shape, space_of, willing
+from anyfp8.tools.tune_compile import cores
 from anyfp8.tools.tune_contest import Contest
 from anyfp8.tools.tune_search import Effort
 
@@ -30,7 +30,7 @@ def seconds_of(cell: Cell, device: Device, effort: Effort) -> float:
     """About how long one cell takes on one GPU here."""
     contest = Contest(cell, device, {}, effort)
     searches = len({backend for backend, _ in contest.asks()})
-    compiling = _COMPILE_S * effort.most / max(1, (os.cpu_count() or 2) - 2)
+    compiling = _COMPILE_S * effort.most / max(1, cores() - 2)
     timing = _TIMING_S * (effort.most + effort.again)
     return searches * max(compiling, timing) + _RACE_S * len(cell.ops)
 
@@ -89,7 +89,7 @@ def plan_text(
     seconds = _seconds(cells, device, effort)
     lines.append(
         f"{_count(len(cells), 'cell')} on {device.name}, at most {effort.most} configurations "
-        f"timed in a search; about {_time(seconds)} on one GPU with {os.cpu_count()} cores to "
+        f"timed in a search; about {_time(seconds)} on one GPU with {cores()} cores to "
         "compile"
     )
     lines.append(f"then {_races(cells)} against the default path and what else is installed")
