@@ -83,10 +83,16 @@ def compile_for(source: Source, arch: Arch) -> Any:
         for name in source.aligned
         if name in types
     }
+    options = {
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        # as launches say; see `gemm.launch`
+        "enable_fp_fusion": True,
+    }
     return with_cache(
         lambda: triton.compile(
             ASTSource(kernel, signature, constants, attributes),
             target=gpu_target(arch),
-            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+            options=options,
         )
     )

@@ -49,7 +49,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        # said because Triton's default changed with 3.9: a product and a sum are rounded once
+        # said because Triton's default is to change after 3.9: a product and a sum round once
         fusion = {"enable_fp_fusion": True}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages} | fusion
 
