@@ -229,6 +229,31 @@ def test_summary_names_the_worst_cell_first():
     assert summary["geometric_means"]["torch row fast"] == pytest.approx(1.196, abs=1e-3)
 
 
+def test_a_linear_shows_its_quantizer_alone_and_a_product_does_not():
+    linear, product = (run(op, {"quantizer alone": 2.5})["cells"][0] for op in ("linear", "gemm"))
+    assert (linear.quantize_us, product.quantize_us) == (2.5, None)
+    assert "quantizer alone" not in linear.failed
+    assert run("linear", scheme=Scheme("channel"))["cells"][0].quantize_us is None
+
+
+def test_the_summary_tells_whether_fp8_weight_only_or_bf16_is_fastest():
+    def linear(m, fp8, weight_only, bf16):
+        own = Own("selection", "triton_row", {}, "ranker", "", fp8, 1.0, 2.0, 0.5, 0.001)
+        other_own = replace(own, name="triton_w8a16", backend="triton_w8a16", us=weight_only)
+        beside = replace(other("torch bf16", 1.0, beside="16-bit weights"), us=bf16)
+        return cell(m, ours=(own, other_own), others=[beside], op="linear")
+
+    cells = [linear(1, 10.0, 9.0, 14.0), linear(16, 10.0, 11.0, 14.0), linear(64, 12.0, 15.0, 11.0)]
+    assert summarize(cells)["fastest"] == {
+        "cells": {"weight-only": 1, "fp8": 1, "bf16": 1},
+        "not_fp8": [
+            {"cell": "linear qkv m=1", "kind": "weight-only", "fp8_takes": 1.111},
+            {"cell": "linear qkv m=64", "kind": "bf16", "fp8_takes": 1.091},
+        ],
+    }
+    assert "fastest" not in summarize([cell(1)])
+
+
 def test_lost_needs_both_runs():
     both, one = other("torch row fast", 0.9), other("torch row fast", 0.9, 1.02)
     assert summarize([cell(1, others=[one])])["not_slower_than_torch"]["holds"]

@@ -37,6 +37,8 @@ from anyfp8.tools.gemm_shapes import MS, Shape
 from anyfp8.tools.timing import Call, Timing
 
 MIN_ROUNDS, RUNS = 5, 2
+# a part of a linear, timed beside
+QUANTIZER = "quantizer alone"
 BLOCK_US = 800.0
 
 
@@ -105,7 +107,11 @@ def measure(
     cost = len(right) * (1.5 * at_least * roof_us + max(BLOCK_US, 1.5 * at_least * roof_us)) / 1e6
     rounds = budget.rounds(most_rounds, max(cost, 1e-6))
     start = time.monotonic()
-    races, dropped = raced({c.name: c.calls for c in right}, timer, rounds, at_least)
+    calls = {c.name: c.calls for c in right}
+    quantizer = layer.quantizer(m)
+    if quantizer and calls:
+        calls[QUANTIZER] = quantizer
+    races, dropped = raced(calls, timer, rounds, at_least)
     failed |= dropped
     right = [c for c in right if c.name not in dropped]
     spent = time.monotonic() - start
@@ -145,6 +151,7 @@ def measure(
     return Cell(
         setting.op, shape.name, shape.n, shape.k, m, setting.scheme.name, layer.accumulate,
         operands.copies, rounds, roof_us, own, others, among, wrong, mine, failed,
+        us(QUANTIZER) if QUANTIZER in calls and QUANTIZER not in dropped else None,
     )  # fmt: skip
 
 

@@ -120,6 +120,15 @@ class Layer:
                 failed[peer.name] = first_line(error)
         return found, failed
 
+    def quantizer(self, m: int) -> list[Call]:
+        """Quantizing x as a linear does, alone; nothing for products and weight-only schemes."""
+        scheme = self.setting.scheme
+        if self.setting.op == "gemm" or scheme.activation == "none":
+            return []
+        x = self.operands.x[:m]
+        static = self.operands.input_scale if scheme.activation == "tensor" else None
+        return [lambda: dispatch.quantize_activation(x, scheme, static)]
+
     def contender(self, name: str, m: int) -> Contender:
         """One of ours by name. Raises NoBackend: nothing serves it."""
         return self._ours(name, m)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anyfp8 import gemm
 from anyfp8.tools import console
 from anyfp8.tools.timing import Ratio, geometric_mean
 
 Ratios = tuple[Ratio, ...]
-TORCH = "torch"
+TORCH, BF16 = "torch", "torch bf16"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Cell:
         wrong: name -> what is wrong with its result; it has no time.
         wrong_ours: those of them that are ours.
         failed: name -> why it has no result.
+        quantize_us: of quantizing x alone, which a linear's time includes; None for products.
     """
 
     op: str
@@ -88,6 +90,7 @@ class Cell:
     wrong: dict[str, str]
     wrong_ours: tuple[str, ...]
     failed: dict[str, str]
+    quantize_us: float | None = None
 
     @property
     def name(self) -> str:
@@ -152,10 +155,34 @@ def summarize(cells: Sequence[Cell]) -> dict[str, Any]:
             "least": [round(min(shares)[0], 3), min(shares)[1]],
             "geometric_mean": round(geometric_mean([share for share, _ in shares]), 3),
         }
+    if any(cell.op == "linear" for cell in cells):
+        summary["fastest"] = _fastest(cells)
     summary["backends"] = _counted(f"{o.backend} ({o.source})" for c in cells for o in c.ours[:1])
     summary["fewest_rounds"] = min((cell.rounds for cell in cells), default=0)
     summary["failed"] = _failures(cells)
     return summary
+
+
+def _fastest(cells: Sequence[Cell]) -> dict[str, Any]:
+    """Whether FP8, weight-only or 16-bit weights are fastest, and where it is not FP8."""
+    counts: dict[str, int] = {}
+    exceptions = []
+    for cell in cells:
+        times: dict[str, float] = {}
+        for own in cell.ours:
+            kind = "fp8" if gemm.backend(own.backend).kind == "w8a8" else "weight-only"
+            times[kind] = min(own.us, times.get(kind, own.us))
+        dense = next((other.us for other in cell.others if other.name == BF16), None)
+        if dense is not None:
+            times["bf16"] = dense
+        if not times:
+            continue
+        kind = min(times, key=times.__getitem__)
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind != "fp8" and "fp8" in times:
+            ratio = round(times["fp8"] / times[kind], 3)
+            exceptions.append({"cell": cell.name, "kind": kind, "fp8_takes": ratio})
+    return {"cells": counts, "not_fp8": exceptions}
 
 
 def _worst(cells: Sequence[Cell]) -> dict[str, Any] | None:

@@ -230,6 +230,9 @@ def _product_cell(cell: dict[str, Any]) -> Cell:
                 why=beside,
             )
         )
+    alone = cell.get("quantize_us")
+    if alone is not None:
+        entries.append(Entry("our quantizer alone", BESIDE, alone, why="a part of ours"))
     return Cell(cell["m"], floor, tuple(entries), cell["failed"], cell["wrong"])
 
 
