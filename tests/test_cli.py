@@ -28,6 +28,7 @@ from anyfp8.device import CPU
 HERE = Path(__file__).parent
 SNAPSHOTS = HERE / "snapshots"
 CHECKPOINTS = HERE / "data" / "checkpoints"
+RUN = HERE / "data" / "runs" / "linear.jsonl"
 
 # whose versions word usage errors and lay out help differently
 TYPERS = "0.29"
@@ -74,6 +75,9 @@ SCENES = {
     "bench-gemm-no-gpu": ["bench", "gemm"],
     "bench-linear-no-gpu": ["bench", "linear"],
     "bench-decode-no-such-scheme": ["bench", "decode", "--layers", "1", "--scheme", "w9a9"],
+    "report": ["report", "TMP/runs/before.jsonl"],
+    "report-slower": ["report", "TMP/runs/before.jsonl", "TMP/runs/after.jsonl"],
+    "report-no-run": ["report", "TMP/tables/wrong.json"],
     "warm-no-such-gpu": ["warm", "256,384", "--device", "h2000", "--cache", "TMP/kernels"],
 }
 ENVIRONMENT = {
@@ -133,6 +137,9 @@ def scene(call, monkeypatch, tmp_path):
         "broken/nvidia_l40s.jsonl": "{",
         "tables/wrong.jsonl": f'{{"format": 1, "device": "NVIDIA L40S"}}\n{json.dumps(WRONG_ROW)}',
     }
+    run_lines = RUN.read_text().splitlines()
+    files["runs/before.jsonl"] = "\n".join(run_lines)
+    files["runs/after.jsonl"] = "\n".join(slower(line) for line in run_lines)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -146,6 +153,14 @@ def scene(call, monkeypatch, tmp_path):
         return call(SCENES[name])
 
     return run
+
+
+def slower(line: str) -> str:
+    """A line of a benchmark, what the selection took at M = 8 a quarter longer."""
+    found = json.loads(line)
+    if found.get("m") == 8:
+        found["ours"][0]["us"] *= 1.25
+    return json.dumps(found)
 
 
 def commands() -> dict[str, list[str]]:

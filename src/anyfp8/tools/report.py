@@ -231,8 +231,8 @@ def _product_cell(cell: dict[str, Any]) -> Cell:
             )
         )
     alone = cell.get("quantize_us")
-    if alone is not None:
-        entries.append(Entry("our quantizer alone", BESIDE, alone, why="a part of ours"))
+    if alone is not None and cell["ours"]:
+        entries.append(Entry("our quantizer alone", OURS, alone, why="a part of each of ours"))
     return Cell(cell["m"], floor, tuple(entries), cell["failed"], cell["wrong"])
 
 

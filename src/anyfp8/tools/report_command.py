@@ -37,6 +37,8 @@ def command(
     else:
         _show_comparison(found)
     if found.regressions:
+        figures = "figure is" if len(found.regressions) == 1 else "figures are"
+        console.talk(f"warning: {len(found.regressions)} {figures} slower in B, or gone")
         raise typer.Exit(1)
 
 
