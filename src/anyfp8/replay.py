@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyfp8.launcher import Runner, Started, recording
 
+# with more rows the GPU is busy for longer than a full path takes; and prompts have any length
+MAX_ROWS = 1024
+
 # what a scratch tensor's address is a multiple of; the caching allocator's blocks are too
 _ALIGNED = 256
 

@@ -21,7 +21,7 @@ from anyfp8.gemm.launch import redirected as products_redirected
 from anyfp8.launcher import capturing
 from anyfp8.linear.dispatch import linear
 from anyfp8.quantize.launch import redirected as quantizers_redirected
-from anyfp8.replay import Replay, first, pointers_of
+from anyfp8.replay import MAX_ROWS, Replay, first, pointers_of
 from anyfp8.select import Plan
 
 
@@ -32,7 +32,8 @@ class Call:
     Attributes:
         layout: of the stored weight that it is for.
         scaled: whether the activation scale is read.
-        replay: None where a backend does more than launch kernels of ours, or it is not `settled`.
+        replay: None where a backend does more than launch kernels of ours, where there are many
+            rows, or where it is not `settled`.
         settled: False while only inputs came that cannot be recorded.
     """
 
@@ -51,11 +52,6 @@ _calls: dict[tuple[str, int, int], Call] = {}
 def forget() -> None:
     """Drop every recorded call: plans are made again."""
     _calls.clear()
-
-
-def known(layer: str, m: int, device: torch.device) -> bool:
-    """Whether a call with m rows came before on this GPU."""
-    return (layer, m, device.index) in _calls
 
 
 def replayed(
@@ -138,7 +134,7 @@ def in_full(
     placed = x.is_contiguous() and pointers_of(inputs, x.get_device()) is not None
     settled = placed and not _redirected()
     replay = None
-    if settled:
+    if settled and m <= MAX_ROWS:
 
         def call() -> torch.Tensor:
             return linear(x, prepared, plan, bias=bias, input_scale=input_scale)

@@ -15,7 +15,7 @@ from anyfp8.gemm.base import Backend, Config, PreparedWeight
 from anyfp8.gemm.launch import redirected
 from anyfp8.launcher import capturing, recorded
 from anyfp8.problem import ACCUMULATES, DTYPES, NUMERICS, Problem, QTensor
-from anyfp8.replay import Replay, first, pointers_of
+from anyfp8.replay import MAX_ROWS, Replay, first, pointers_of
 
 _NEW = object()
 
@@ -189,7 +189,7 @@ class Plan:
         fits = data.shape[1] == problem.k and data.is_contiguous()
         fits = fits and (out is None or _is_plain(out, (m, n), dtype, device))
         pointers = pointers_of(inputs, device) if fits else None
-        if replay is _NEW and pointers and not capturing():
+        if replay is _NEW and pointers and m <= MAX_ROWS and not capturing():
             y, self._products[key] = first(
                 lambda: choice.run(x, prepared, problem, bias, out), inputs
             )
