@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     (
         *("empty", "empty_strided", "new_empty", "new_empty_strided", "view", "_unsafe_view"),
         *("reshape", "_reshape_alias", "as_strided", "alias", "detach", "expand", "slice"),
-        *("select", "unsqueeze", "t"),
+        *("select", "unsqueeze", "squeeze", "t", "transpose", "permute", "narrow", "empty_like"),
     )
 )
 
