@@ -259,6 +259,9 @@ def test_a_decoder_stack_has_a_panel_a_phase_and_says_that_layers_are_missing(de
     assert cell.first.config.startswith("qkv, o, gate_up, down: dequant")
     assert cell.entry("kill switch").ratio[0] == 1.1
     assert cell.entry("torch bf16").verdict == ""
+    # 10 µs for one layer and the 13 µs of what is no layer
+    assert cell.first.note == f"whole ~{(13 + 5 * (10 - 13)) / 1e3:.3f} ms"
+    assert cell.first.note in page(run)
 
 
 def test_quantizers_have_a_copy_kernel_as_floor(quantize_document):

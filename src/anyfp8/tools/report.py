@@ -31,6 +31,7 @@ class Entry:
         share: floor / us.
         ratio: time of this one / time of the first of ours, with its interval over all runs.
         verdict: "won" (ours is faster), "tie", "lost", or "".
+        note: what else there is to say of the time.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Entry:
     ratio: tuple[float, float, float] | None = None
     verdict: str = ""
     why: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ def _decode_cell(cell: dict[str, Any]) -> Cell:
                     ratio,
                     verdict if role == OURS else "",
                     "16-bit weights" if role == BESIDE else "",
+                    f"whole ~{step['model_us'] / 1e3:.3f} ms" if step["extrapolated"] else "",
                 )
             )
     return Cell(cell["batch"], floor, tuple(entries), cell["failed"], cell["wrong"])
@@ -285,7 +288,8 @@ def _decode_notes(header: Mapping[str, Any]) -> list[str]:
     notes = []
     if header["layers"] < header["of"]:
         notes.append(
-            f"times are of {header['layers']} of {header['of']} layers, with embedding and lm_head"
+            f"times are of {header['layers']} of {header['of']} layers, with embedding and "
+            "lm_head; the whole model's are extrapolated from one layer's"
         )
     if header["mode"] == "eager":
         notes.append("run eagerly on a CPU: no figure to quote")
