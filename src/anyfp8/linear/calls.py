@@ -17,6 +17,7 @@ import torch
 
 from anyfp8.errors import DeviceError
 from anyfp8.gemm.base import PreparedWeight
+from anyfp8.gemm.launch import on_device_of
 from anyfp8.gemm.launch import redirected as products_redirected
 from anyfp8.launcher import capturing
 from anyfp8.linear.dispatch import linear
@@ -122,26 +123,34 @@ def in_full(
     Raises:
         InputError: as `linear`.
     """
-    p = plan.problem
-    m = x.numel() // p.k if x.ndim and x.shape[-1] == p.k else 0
-    old = _calls.get((layer, m, x.get_device())) if m and x.is_cuda else None
-    if not m or not x.is_cuda or (old is not None and old.settled) or capturing():
+    with on_device_of(x):
+        if not x.is_cuda or x.ndim == 0 or x.shape[-1] != plan.problem.k or not x.numel():
+            return linear(x, prepared, plan, bias=bias, input_scale=input_scale)
+        return _recorded(layer, plan, prepared, x, bias, input_scale)
+
+
+def _recorded(
+    layer: str,
+    plan: Plan,
+    prepared: PreparedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    def call() -> torch.Tensor:
         return linear(x, prepared, plan, bias=bias, input_scale=input_scale)
-    scheme = p.scheme
+
+    p, scheme = plan.problem, plan.problem.scheme
+    m = x.numel() // p.k
+    old = _calls.get((layer, m, x.get_device()))
+    if (old is not None and old.settled) or capturing():
+        return call()
     scaled = plan.choice(m).quantizes and scheme.activation == "tensor" and not scheme.dynamic
     inputs = [x, *prepared.tensors().values()]
     inputs += [t for t in (bias, input_scale if scaled else None) if t is not None]
     placed = x.is_contiguous() and pointers_of(inputs, x.get_device()) is not None
     settled = placed and not _redirected()
-    replay = None
-    if settled and m <= MAX_ROWS:
-
-        def call() -> torch.Tensor:
-            return linear(x, prepared, plan, bias=bias, input_scale=input_scale)
-
-        y, replay = first(call, inputs)
-    else:
-        y = linear(x, prepared, plan, bias=bias, input_scale=input_scale)
+    y, replay = first(call, inputs) if settled and m <= MAX_ROWS else (call(), None)
     _calls[layer, m, x.get_device()] = Call(
         p.n, p.k, x.dtype, prepared.layout, scaled, replay, settled
     )

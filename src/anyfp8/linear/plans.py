@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Protocol
@@ -96,7 +97,9 @@ def plan_of(layer: str, device: torch.device) -> Plan:
     facts = LayerFacts.parse(layer)
     p = facts.problem
     x_dtype = DTYPES[p.x_dtype]
-    return plan_for(p.scheme, p.n, p.k, device_of(device), x_dtype, p.bias, facts.request)
+    # backends are tried on the current GPU
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return plan_for(p.scheme, p.n, p.k, device_of(device), x_dtype, p.bias, facts.request)
 
 
 class Prepared(Protocol):
