@@ -189,6 +189,7 @@ def test_the_mix_is_the_sum_over_the_routers_choice(mixture):
     torch.testing.assert_close(block(x, index, weights), want)
     # a row's result does not depend on its neighbours' choice
     torch.testing.assert_close(block(x[1:2], index[1:2], weights[1:2])[0], want[1])
+    assert block(x[:0], index[:0], weights[:0]).shape == (0, 64)
 
 
 def test_layers_that_the_model_leaves_out_are_not_loaded(mixture, tmp_path, caplog):

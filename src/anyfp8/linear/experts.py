@@ -80,7 +80,7 @@ class Experts(torch.nn.ModuleList):
                 part = slice(start, start + count)
                 y[order[part]] = expert(rows[part])
                 start += count
-        mixed = y.view(tokens, choices, -1) * top_k_weights.unsqueeze(-1)
+        mixed = y.view(tokens, choices, y.shape[1]) * top_k_weights.unsqueeze(-1)
         return mixed.sum(1).to(hidden_states.dtype)
 
 
