@@ -77,22 +77,21 @@ def _best_of(backend: Backend, problem: Problem, device: Device) -> Prediction |
     return None if us is None else Prediction(us, backend, config)
 
 
-def ordered(problem: Problem, device: Device, backend: Backend) -> list[Config]:
-    """All of a backend's configurations, the fastest first: where the tuner begins.
+def guesses(problem: Problem, device: Device, backend: Backend) -> dict[Config, float]:
+    """Estimated µs of all of a backend's configurations, the fastest first: the tuner's start.
 
-    Without figures of the device the default comes first and the rest as the backend names them.
+    Without a model of the backend or figures of the device all are 1 and the default comes first.
     """
     configs = list(backend.configs(problem, device))
+    times: list[float | None]
     if _known(device) and backend.config_class is TileConfig and device.fp8_tflops:
-        times: list[float | None] = []
-        times += tile_times(problem, device, cast("list[TileConfig]", configs))
+        times = [*tile_times(problem, device, cast("list[TileConfig]", configs))]
     else:
         times = [estimate(problem, device, backend, config) for config in configs]
-    order = sorted(range(len(configs)), key=lambda i: (times[i] is None, times[i] or 0.0))
-    found = [configs[i] for i in order]
-    if not configs or None not in times:
-        return found
-    return list(dict.fromkeys((backend.default_config(problem, device), *found)))
+    known = {c: us for c, us in zip(configs, times, strict=True) if us is not None}
+    if len(known) == len(configs):
+        return dict(sorted(known.items(), key=lambda pair: pair[1]))
+    return dict.fromkeys((backend.default_config(problem, device), *configs), 1.0)
 
 
 def estimate(problem: Problem, device: Device, backend: Backend, config: Config) -> float | None:

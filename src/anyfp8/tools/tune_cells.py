@@ -17,7 +17,7 @@ from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.problem import DTYPE_NAMES, Problem, Scheme
 from anyfp8.select import M_GRID, Request
-from anyfp8.select.predict import ordered
+from anyfp8.select.predict import guesses
 from anyfp8.select.selection import resolve_accumulate, resolve_numerics
 from anyfp8.tools.gemm_shapes import MODELS
 from anyfp8.tools.shapes import DEFAULT_SCHEME, Layer, Model, fused, read_model, sharded
@@ -181,9 +181,9 @@ def willing(cell: Cell, op: str, device: Device, refused: dict[str, str]) -> lis
     return [b for b in found if b.name != "dequant"] or found
 
 
-def space_of(backend: Backend, cell: Cell, device: Device) -> list[Config]:
-    """A backend's configurations in the ranker's order."""
-    return ordered(cell.problem(cell.ops[0]), device, backend)
+def space_of(backend: Backend, cell: Cell, device: Device) -> dict[Config, float]:
+    """A backend's configurations in the ranker's order, with its µs."""
+    return guesses(cell.problem(cell.ops[0]), device, backend)
 
 
 def searched(backends: Iterable[Backend], cell: Cell, device: Device) -> Iterator[Backend]:

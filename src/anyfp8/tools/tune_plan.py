@@ -139,23 +139,17 @@ def _cell(cell: Cell, device: Device, explain: bool) -> dict[str, Any]:
 
 
 def _explained(cell: Cell, device: Device, effort: Effort) -> Iterator[str]:
-    problem = cell.problem(cell.ops[0])
     spaces = dict(_spaces(cell, device))
     yield f"{cell} {cell.scheme.name}, timed first:"
     for name, ask in Contest(cell, device, {}, effort).asks():
-        backend = next(b for b in willing(cell, cell.ops[0], device, {}) if b.name == name)
-        us = estimate(problem, device, backend, ask.config)
-        guess = "no estimate" if us is None else f"{us:.1f} µs estimated"
-        place = _place(spaces[name], ask.config)
+        space = spaces[name]
+        place = list(space).index(ask.config) + 1 if ask.config in space else 0
+        why = f"{space[ask.config]:.1f} µs estimated, number {place}" if place else "the default"
         shown = " ".join(f"{k}={v}" for k, v in ask.config.to_dict().items())
-        yield f"  {name} {shown}: {guess}, {place}"
+        yield f"  {name} {shown}: {why}"
 
 
-def _place(order: Sequence[Config], config: Config) -> str:
-    return f"number {order.index(config) + 1} of the ranker" if config in order else "the default"
-
-
-def _spaces(cell: Cell, device: Device) -> Iterator[tuple[str, list[Config]]]:
+def _spaces(cell: Cell, device: Device) -> Iterator[tuple[str, dict[Config, float]]]:
     for backend in willing(cell, cell.ops[0], device, {}):
         order = space_of(backend, cell, device)
         if len(order) > 1:

@@ -1,5 +1,8 @@
 """≤ 25 timed configurations → the few best: the ranker's first, some unlike them, neighbours.
 
+log µs(c) ≈ log guess(c) + mean over what was timed of exp(-steps to it) · log(µs / guess): what the
+ranker misjudged near one configuration it misjudges near its neighbours, so they are chosen by it.
+
 Nothing here measures. A search is a generator: it yields batches of `Ask`, is sent what each took,
 and returns the finalists, best first. So a GPU, a replay of a recorded sweep and a noisy fake drive
 the same code, and whoever drives may time what is compiled while the rest compiles. The surprise:
@@ -10,7 +13,7 @@ longer, and only those second times count among the finalists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from anyfp8.gemm.base import Config
@@ -19,6 +22,10 @@ from anyfp8.gemm.base import Config
 LONGER = 3
 # configurations of one tile among the first
 _A_TILE = 2
+# after the first: batches, and how many of the ranker's order they come from
+_BATCHES, _LOOKED_AT = 3, 600
+# what the mean of all ratios weighs beside a configuration at no distance
+_MEAN = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,13 @@ Times = Mapping[Config, "float | None"]
 Search = Generator[tuple[Ask, ...], Times, tuple[Config, ...]]
 
 
-def search(order: Sequence[Config], effort: Effort = FULL, default: Config | None = None) -> Search:
+def search(
+    guesses: Mapping[Config, float], effort: Effort = FULL, default: Config | None = None
+) -> Search:
     """Look for the fastest configuration of a space.
 
     Args:
-        order: the space, the ranker's first first.
+        guesses: the space with estimated µs, the fastest first.
         default: is timed too, as one of the first.
 
     Yields:
@@ -66,7 +75,7 @@ def search(order: Sequence[Config], effort: Effort = FULL, default: Config | Non
     Returns:
         The finalists, best first; empty where nothing could be timed.
     """
-    space = Space(order)
+    space = Space(guesses)
     known: dict[Config, float] = {}
     asked: dict[Config, None] = {}
 
@@ -83,14 +92,15 @@ def search(order: Sequence[Config], effort: Effort = FULL, default: Config | Non
     opening += [default] if default is not None else []
     opening += space.unlike(opening, effort.diverse)
     asks = batch(opening)
-    while asks:
+    for rest in range(_BATCHES, -1, -1):
         known |= usable(known, (yield asks))
-        if len(asked) >= effort.most or not known:
+        left = effort.most - len(asked)
+        if not left or not known or not rest:
             break
-        # half of what is left around the best, the rest around what is best then
-        left = -(-(effort.most - len(asked)) // 2)
-        near = [c for c in space.near(best(2)) if c not in asked]
-        asks = batch(near[: max(left, 2)])
+        likely = [c for c in space.likeliest(known) if c not in asked]
+        asks = batch(likely[: max(-(-left // rest), 2)])
+        if not asks:
+            break
     again = best(effort.again)
     if len(again) < 2:
         return tuple(again)
@@ -119,14 +129,15 @@ def drive(
 
 
 class Space:
-    """Configurations of one kind in the ranker's order; who is whose neighbour, who is unlike."""
+    """Configurations of one kind, their guesses, and how many steps apart they are."""
 
-    def __init__(self, order: Sequence[Config]) -> None:
-        self.order = list(order)
-        names = [f.name for f in fields(order[0])] if order else []
-        self._values = [sorted({getattr(c, n) for c in order}, key=_rank_of) for n in names]
+    def __init__(self, guesses: Mapping[Config, float]) -> None:
+        self.guesses = guesses
+        self.order = list(guesses)
+        names = [f.name for f in fields(self.order[0])] if guesses else []
+        self._values = [sorted({getattr(c, n) for c in guesses}, key=_rank_of) for n in names]
         self._names = names
-        self._place = {c: self._position(c) for c in self.order}
+        self._place = {c: self.position(c) for c in self.order}
 
     def first(self, count: int) -> list[Config]:
         """The first in order, at most two of one tile: the model hardly tells warps and stages."""
@@ -141,21 +152,10 @@ class Space:
                 break
         return found
 
-    def near(self, configs: Sequence[Config]) -> Iterator[Config]:
-        """Neighbours in the ranker's order: at most two steps away, of one or of two parameters.
-
-        Two, because a wider tile often needs fewer stages to fit.
-        """
-        centres = [self._position(c) for c in configs]
-        for config in self.order:
-            place = self._place[config]
-            if any(_steps(place, centre) <= 2 for centre in centres):
-                yield config
-
     def unlike(self, configs: Sequence[Config], count: int) -> list[Config]:
         """Of the better quarter those farthest from `configs` and from each other."""
         pool = self.order[: max(64, len(self.order) // 4)]
-        taken, found = [self._position(c) for c in configs], []
+        taken, found = [self.position(c) for c in configs], []
         for _ in range(min(count, len(pool))):
             if not taken:
                 break
@@ -164,8 +164,29 @@ class Space:
             taken.append(self._place[farthest])
         return found
 
-    def _position(self, config: Config) -> tuple[int, ...]:
-        # a value that the space lacks lies beyond its end
+    def likeliest(self, known: Mapping[Config, float]) -> list[Config]:
+        """The better ones by the ranker, in the order of what is known of their neighbours."""
+        # of one that the ranker does not know the ratio would mean nothing
+        missed = [
+            (self.position(c), math.log(us / self.guesses[c]))
+            for c, us in known.items()
+            if c in self.guesses
+        ]
+        if not missed:
+            return self.order
+        mean = sum(ratio for _, ratio in missed) / len(missed)
+
+        def expected(config: Config) -> float:
+            place = self._place[config]
+            weights = [math.exp(-_steps(place, there)) for there, _ in missed]
+            near = sum(w * ratio for w, (_, ratio) in zip(weights, missed, strict=True))
+            own = (near + _MEAN * mean) / (sum(weights) + _MEAN)
+            return math.log(self.guesses[config]) + own
+
+        return sorted(self.order[:_LOOKED_AT], key=expected)
+
+    def position(self, config: Config) -> tuple[int, ...]:
+        """Of each parameter, which of the space's values it has; past the end where none."""
         return tuple(
             values.index(v) if (v := getattr(config, name)) in values else len(values)
             for name, values in zip(self._names, self._values, strict=True)
