@@ -78,6 +78,8 @@ SCENES = {
     "report": ["report", "TMP/runs/before.jsonl"],
     "report-slower": ["report", "TMP/runs/before.jsonl", "TMP/runs/after.jsonl"],
     "report-no-run": ["report", "TMP/tables/wrong.json"],
+    "tune": ["tune", "256,384", "--device", "h200", "--dry-run", "--output", "TMP/h200.jsonl"],
+    "tune-no-gpu": ["tune", "256,384"],
     "warm-no-such-gpu": ["warm", "256,384", "--device", "h2000", "--cache", "TMP/kernels"],
 }
 ENVIRONMENT = {

@@ -33,21 +33,28 @@ def evaluate(
         ),
     ] = None,
     dynamic_fallback: DynamicFallback = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Scores in lm-eval's tasks instead, such as gsm8k.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Questions of each task  [default: all]")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Perplexity, agreement with 16 bits, bad layers."""
+    """Perplexity, agreement with 16 bits, bad layers; or tasks."""
+    options = {
+        "source": source,
+        "scheme": scheme,
+        "device": device,
+        "emulate": emulate,
+        "dynamic_fallback": dynamic_fallback,
+        "as_json": json,
+    }
+    if tasks is not None:
+        from anyfp8.tools import tasks as scoring
+
+        scoring.command(model, tasks=tasks, limit=limit, **options)
+        return
     from anyfp8.tools import evaluate_command as tool
 
-    tool.command(
-        model,
-        text=text,
-        source=source,
-        windows=windows,
-        length=length,
-        bound=bound,
-        scheme=scheme,
-        device=device,
-        emulate=emulate,
-        dynamic_fallback=dynamic_fallback,
-        as_json=json,
-    )
+    tool.command(model, text=text, windows=windows, length=length, bound=bound, **options)

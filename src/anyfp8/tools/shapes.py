@@ -273,7 +273,7 @@ def sharded(model: Model, ways: int) -> Model:
 def _chosen(scheme: Scheme | None, what: str) -> tuple[Scheme, tuple[str, ...]]:
     if scheme is not None:
         return scheme, ()
-    return DEFAULT_SCHEME, (f"{what}: explained as {DEFAULT_SCHEME.name}; --scheme says another",)
+    return DEFAULT_SCHEME, (f"{what} is taken as {DEFAULT_SCHEME.name}; --scheme says another",)
 
 
 def _refuse_scheme(path: Path, scheme: Scheme | None) -> None:
