@@ -6,10 +6,8 @@ both.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,68 +16,18 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.checkpoint import Checkpoint, LayerData, Source
-from anyfp8.checkpoint.files import StoredTensor, TensorFiles
 from anyfp8.errors import CheckpointError, InputError
+from anyfp8.integrations.fitting import submodule_of
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.linear import Fp8Linear
 from anyfp8.linear.convert import linears
 from anyfp8.problem import QTensor, Scheme
 from anyfp8.select import Request
 
-log = logging.getLogger(__name__)
-
 Step = Callable[[int, int], None]
 
 # written by old tools into 16-bit checkpoints; every model computes them
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$", r"\.attn\.bias$")
-
-
-def fitted(model: Any, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without what the model itself leaves out, such as DeepSeek's MTP layer."""
-    plan = checkpoint.plan
-    layers = {name: layer for name, layer in plan.layers.items() if not _left_out(model, name)}
-    left = len(plan.layers) - len(layers)
-    if left == 0:
-        return checkpoint
-    log.warning(
-        "%s: %d layers that %s leaves out are not loaded",
-        plan.path.name,
-        left,
-        type(model).__name__,
-    )
-    return Checkpoint(replace(plan, layers=layers))
-
-
-def untied(config: Mapping[str, Any], files: TensorFiles) -> Mapping[str, Any]:
-    """The config, untied where the files hold an lm_head that is not the embedding.
-
-    What transformers does too. A tool that quantizes the head of a tied model stores it so.
-    """
-    head, embedding = (_tensor(files, leaf) for leaf in ("lm_head.weight", "embed_tokens.weight"))
-    if not config.get("tie_word_embeddings") or head is None or embedding is None:
-        return config
-    same = head.dtype == embedding.dtype and head.shape == embedding.shape
-    if same and torch.equal(files.read(head.name), files.read(embedding.name)):
-        return config
-    log.warning(
-        "%s: tie_word_embeddings, but %s is not %s: kept apart",
-        files.path.name,
-        head.name,
-        embedding.name,
-    )
-    return {**config, "tie_word_embeddings": False}
-
-
-def _tensor(files: TensorFiles, leaf: str) -> StoredTensor | None:
-    names = [name for name in files.tensors if name == leaf or name.endswith(f".{leaf}")]
-    return files.tensors[names[0]] if len(names) == 1 else None
-
-
-def _left_out(model: Any, name: str) -> bool:
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return _submodule(model, name) is None and any(
-        re.search(pattern, f"{name}.weight") for pattern in patterns
-    )
 
 
 def fill_quantized(
@@ -153,7 +101,7 @@ def fill_source(
 def replace_linear(
     model: Any, name: str, scheme: Scheme, shape: tuple[int, int], bias: bool, request: Request
 ) -> None:
-    module = _submodule(model, name)
+    module = submodule_of(model, name)
     n, k = shape
     weight = getattr(module, "weight", None) if isinstance(module, torch.nn.Linear) else None
     if weight is None or tuple(weight.shape) != shape:
@@ -167,13 +115,6 @@ def replace_linear(
     layer = Fp8Linear(k, n, scheme, bias=bias, dtype=model.dtype, device="meta", request=request)
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent) if parent else model, leaf, layer.eval())
-
-
-def _submodule(model: Any, name: str) -> Any | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def _load_layer(
@@ -208,7 +149,7 @@ def _place_part(
 def _place(model: Any, name: str, value: torch.Tensor, device: torch.device) -> None:
     """Put an unquantized tensor where the model has it on meta."""
     module, _, leaf = name.rpartition(".")
-    owner = _submodule(model, module)
+    owner = submodule_of(model, module)
     old = None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
     if owner is None or old is None:
         ignored = (*_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))

@@ -11,7 +11,8 @@ from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, open_checkpoint
 from anyfp8.errors import CheckpointError
-from anyfp8.integrations.filling import Step, fill_quantized, fitted
+from anyfp8.integrations.filling import Step, fill_quantized
+from anyfp8.integrations.fitting import fitted
 from anyfp8.integrations.parallel import Parallel
 from anyfp8.integrations.saving import origin_of
 from anyfp8.linear import Fp8Linear

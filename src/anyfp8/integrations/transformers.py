@@ -29,10 +29,9 @@ from anyfp8.integrations.filling import (
     fill_quantized,
     fill_source,
     finish,
-    fitted,
     replace_linear,
-    untied,
 )
+from anyfp8.integrations.fitting import fitted, untied
 from anyfp8.integrations.parallel import Parallel, add_sums, group_of, share_out
 from anyfp8.integrations.reloading import reload
 from anyfp8.integrations.saving import Origin, save, set_origin
