@@ -11,8 +11,8 @@ Each rank loads the whole model and its own half, on its own device. Two judgeme
 * the model's outputs against its own weights in fp32 with activations in fp32: two ranks may err
   at most 1.1 times what one does.
 
-Times are medians, of the slower rank, for the stack of decoder layers; under a CUDA graph for
-decode steps, where one can be captured.
+Times are medians, of the slower rank, eager and under CUDA graphs: the stack of decoder layers as
+transformers runs it, its FP8 linears with their sums over ranks, and those sums alone.
 """
 
 from __future__ import annotations
@@ -137,6 +137,34 @@ def stack(model, x: torch.Tensor):
     return run
 
 
+def only_linears(model, x: torch.Tensor):
+    """The stack's FP8 linears one after another, with the sums over ranks that they ask for."""
+    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    rows = x.reshape(-1, x.shape[-1])
+    widths = {layer.in_features for layer in layers}
+    inputs = {k: torch.randn(len(rows), k, device=x.device).to(x.dtype) for k in widths}
+
+    def run() -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])
+
+    return run
+
+
+def only_sums(model, x: torch.Tensor):
+    """The stack's sums over ranks alone, two a layer; nothing on one rank."""
+    count = 2 * len(model.model.layers)
+
+    def run() -> None:
+        for _ in range(count):
+            dist.all_reduce(x)
+
+    return run
+
+
+PARTS = {"stack": stack, "linears": only_linears}
+
+
 def graphed(run):
     """The call as a CUDA graph's replay."""
     side = torch.cuda.Stream()
@@ -181,15 +209,21 @@ def timed(models, given: argparse.Namespace, device: torch.device) -> list[dict]
         for graph in (False, True) if device.type == "cuda" else (False,):
             for batch, length in shapes:
                 x = torch.randn(batch, length, given.hidden, device=device).bfloat16()
-                row: dict = {"batch": batch, "tokens": length, "cuda_graph": graph}
-                for ranks, model in models.items():
-                    run = stack(model, x)
-                    run()
-                    call = graphed(run) if graph else run
-                    row[f"tp{ranks}_us"] = median_us(call, device, given.replays)
-                row["speedup"] = round(row["tp1_us"] / row["tp2_us"], 3)
-                rows.append(row)
+                for part, make in PARTS.items():
+                    row: dict = {"part": part, "batch": batch, "tokens": length, "graph": graph}
+                    for ranks, model in models.items():
+                        row[f"tp{ranks}_us"] = timed_once(make(model, x), graph, device, given)
+                    row["speedup"] = round(row["tp1_us"] / row["tp2_us"], 3)
+                    rows.append(row)
+                row = {"part": "sums", "batch": batch, "tokens": length, "graph": graph}
+                sums = only_sums(models[2], torch.zeros_like(x))
+                rows.append(row | {"tp2_us": timed_once(sums, graph, device, given)})
     return rows
+
+
+def timed_once(run, graph: bool, device: torch.device, given: argparse.Namespace) -> float:
+    run()
+    return median_us(graphed(run) if graph else run, device, given.replays)
 
 
 def judge(scheme: str, given: argparse.Namespace, device: torch.device) -> dict:
