@@ -17,9 +17,10 @@ from anyfp8.errors import InputError
 from anyfp8.tools import bench_command, bench_decode, report_command, report_plot
 from anyfp8.tools.bench_quantize import Cell as QuantizeCell
 from anyfp8.tools.decode_shapes import Decoder
-from anyfp8.tools.report import Run, read_run, run_of
+from anyfp8.tools.report import Run
 from anyfp8.tools.report_compare import compare
 from anyfp8.tools.report_html import page, refusals, rivals, worst
+from anyfp8.tools.report_read import read_run, run_of
 from anyfp8.tools.timing import Ratio, Timing
 
 ROOT = Path(__file__).parents[2]

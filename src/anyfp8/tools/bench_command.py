@@ -151,6 +151,7 @@ def decode_command(
         injected: for tests: a timer, a roof, a place.
     """
     from anyfp8.tools import bench_decode as bench
+    from anyfp8.tools.decode_report import table
     from anyfp8.tools.decode_shapes import decoder
 
     with _sink(out, html) as sink:
@@ -179,7 +180,7 @@ def decode_command(
             console.data(
                 "no GPU: kernels run as they would for a caller, and no figure is to quote"
             )
-        _show(result, bench.table(result["cells"]))
+        _show(result, table(result["cells"]))
     if result["summary"]["ours_wrong"]:
         raise typer.Exit(1)
 
@@ -214,8 +215,8 @@ def _sink(out: Path | None, html: Path | None) -> Iterator[Callable[[dict[str, A
 
 def _write_page(html: Path | None, lines: list[dict[str, Any]]) -> None:
     if html is not None and lines:
-        from anyfp8.tools.report import run_of
         from anyfp8.tools.report_command import write_page
+        from anyfp8.tools.report_read import run_of
 
         # as a file would give them back
         write_page(run_of(html, json.loads(json.dumps(lines))), html)

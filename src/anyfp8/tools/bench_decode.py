@@ -12,12 +12,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from anyfp8 import reference
 from anyfp8.device import device_of
 from anyfp8.errors import DeviceError, InputError
 from anyfp8.linear import Fp8Linear
@@ -26,81 +25,19 @@ from anyfp8.problem import Scheme
 from anyfp8.select import Request
 from anyfp8.tools import console, timing
 from anyfp8.tools.bench_gemm import Budget, Timer, contestants
+from anyfp8.tools.decode_judge import judged
+from anyfp8.tools.decode_report import DENSE, Cell, Step, line, summarize
 from anyfp8.tools.decode_shapes import Decoder
-from anyfp8.tools.decode_stack import Apply, Stack, Weights, applied
-from anyfp8.tools.gemm_contenders import KILL_SWITCH, SELECTION, Setting, first_line
-from anyfp8.tools.gemm_operands import Exact, judge, slack
-from anyfp8.tools.gemm_report import Ratios, middle, verdict
+from anyfp8.tools.decode_stack import Stack, Weights, applied
+from anyfp8.tools.gemm_contenders import SELECTION, Setting, first_line
 from anyfp8.tools.gemm_roof import Roof, measure_roof
-from anyfp8.tools.timing import Call, Timing, geometric_mean
+from anyfp8.tools.timing import Call, Timing
 
-DENSE, ENDS = "torch bf16", "ends"
+ENDS = "ends"
 PHASES = ("decode", "prefill")
 RUNS, BLOCK_US = 2, 20_000.0
-JUDGED_ROWS = 256
 # left for activations, graphs and the libraries' own
 SPARE_BYTES = 12 * 10**9
-
-
-@dataclass(frozen=True)
-class Step:
-    """One contender's time of one step.
-
-    Attributes:
-        us: of the layers that were built, with embedding and lm_head. interval_us: 95 %.
-        layer_us: of one layer: (us - ends) / layers.
-        model_us: of all layers. extrapolated: whether that is more layers than were built.
-        tokens_per_s: of the whole model.
-        linears: kind -> backend, config, source, reason.
-        error: the greatest relative error of a judged linear.
-    """
-
-    name: str
-    us: float
-    interval_us: tuple[float, float]
-    layer_us: float
-    model_us: float
-    extrapolated: bool
-    tokens_per_s: float
-    linears: dict[str, dict[str, Any]]
-    error: float | None = None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One (phase, batch).
-
-    Attributes:
-        tokens: of one step: rows of its linears. context: tokens attended to.
-        ends_us: of embedding, last norm and lm_head.
-        floor_us: of the linears of all built layers, by the roof; None without one.
-        ratios: "b / a" -> time(b) / time(a), a run each; a is the first of `ours`.
-        logits: name -> relative difference of its logits to the first of ours.
-        wrong: name -> what is wrong with it. failed: name -> why it has no result.
-    """
-
-    phase: str
-    batch: int
-    tokens: int
-    context: int
-    rounds: int
-    ends_us: float
-    floor_us: float | None
-    ours: tuple[Step, ...]
-    others: tuple[Step, ...]
-    ratios: dict[str, Ratios]
-    logits: dict[str, float]
-    wrong: dict[str, str]
-    failed: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return f"{self.phase} batch={self.batch}"
-
-    def to_dict(self) -> dict[str, Any]:
-        cell = asdict(self)
-        cell["verdicts"] = {name: verdict(ratios) for name, ratios in self.ratios.items()}
-        return cell
 
 
 def run(
@@ -232,7 +169,7 @@ def _measure(
             if name == DENSE:
                 step(applied(layers))
                 continue
-            found[name], errors[name], complaint = _judged(step, layers, weights)
+            found[name], errors[name], complaint = judged(step, layers, weights)
         except Exception as error:
             complaint = first_line(error)
         if complaint:
@@ -279,49 +216,6 @@ def _measure(
         phase, batch, tokens, context if phase == "decode" else length, rounds, ends_us, floor,
         ours, others, ratios, logits, wrong, failed,
     )  # fmt: skip
-
-
-def _judged(
-    step: Callable[[Apply], torch.Tensor], layers: torch.nn.ModuleList, weights: Weights
-) -> tuple[torch.Tensor, float, str]:
-    """(logits, the greatest error of a judged linear, what is wrong or "")."""
-    inner, judged = applied(layers), {0, len(layers) - 1}
-    worst, complaints = 0.0, []
-
-    def listening(layer: int, kind: str, x: torch.Tensor) -> torch.Tensor:
-        nonlocal worst
-        y = inner(layer, kind, x)
-        if layer in judged:
-            linear = layers[layer][kind]  # type: ignore[reportIndexIssue]
-            error, complaint = _judge_linear(linear, x, y, weights, layer, kind)
-            worst = max(worst, error)
-            if complaint:
-                complaints.append(f"{kind} of layer {layer}: {complaint}")
-        return y
-
-    logits = step(listening)
-    if not bool(logits.isfinite().all()):
-        complaints.append("logits are not finite")
-    return logits, worst, complaints[0] if complaints else ""
-
-
-def _judge_linear(
-    linear: Fp8Linear, x: torch.Tensor, y: torch.Tensor, weights: Weights, layer: int, kind: str
-) -> tuple[float, str]:
-    m, k = x.shape
-    choice = linear.plan().choice(m)
-    few = min(m, JUDGED_ROWS)
-    # the first and the last row, and evenly between
-    rows = torch.linspace(0, m - 1, few, device=x.device).round().long()
-    x, y = x[rows], y[rows]
-    q = reference.quantize_activation(x, weights.scheme, linear.input_scale)
-    weight = weights.quantized[layer][kind]
-    a = x if q is None or not choice.quantizes else reference.dequantize(q)
-    exact = a.double() @ reference.dequantize(weight.q).double().T
-    exact = (exact if weight.bias is None else exact + weight.bias.double()).float()
-    rounding = float((exact.bfloat16().float() - exact).norm() / exact.norm())
-    mode = choice.accumulate if choice.quantizes else "fp32"
-    return judge(y, Exact(exact, rounding), few, slack(mode, k, own_quantizer=False))
 
 
 def _request(name: str, vendor: str) -> Request:
@@ -395,55 +289,3 @@ def eager_race(
         name: Timing(statistics.median(t), min(t), max(t), tuple(t), len(contenders[name]))
         for name, t in found.items()
     }
-
-
-def line(cell: Cell) -> str:
-    """A cell as it is measured."""
-    parts = [cell.name]
-    for step in (*cell.ours, *cell.others):
-        whole = f" (whole model {step.model_us:.0f}, extrapolated)" if step.extrapolated else ""
-        parts.append(f"{step.name} {step.us:.0f} µs{whole}")
-    parts += [f"{n} {middle(r):.3f} {verdict(r)}" for n, r in cell.ratios.items()]
-    parts += [f"WRONG {name}: {why}" for name, why in cell.wrong.items()]
-    return " | ".join(parts)
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """One row a cell; times are of the whole model, with ~ where extrapolated."""
-    rows = []
-    for cell in cells:
-        steps = {step.name: step for step in (*cell.ours, *cell.others)}
-        row = [cell.phase, str(cell.batch), str(cell.context)]
-        for name in (SELECTION, KILL_SWITCH, DENSE):
-            step = steps.get(name)
-            mark = "~" if step is not None and step.extrapolated else ""
-            row.append("-" if step is None else f"{mark}{step.model_us / 1e3:.3f}")
-        for name in (KILL_SWITCH, DENSE):
-            ratios = cell.ratios.get(f"{name} / {SELECTION}")
-            row.append("-" if ratios is None else f"{middle(ratios):.3f} {verdict(ratios)}")
-        first = cell.ours[0] if cell.ours else None
-        row.append("-" if first is None else f"{first.tokens_per_s:.0f}")
-        rows.append(row)
-    header = ["phase", "batch", "context", "ms", "ms kill switch", "ms bf16", "off/on", "bf16/ours"]
-    return console.table([*header, "tokens/s"], rows)
-
-
-def summarize(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The worst cell first, then what the table and the kill switch differ by."""
-    found = [(middle(r), cell, name) for cell in cells for name, r in cell.ratios.items()]
-    summary: dict[str, Any] = {"worst": None}
-    if found:
-        ratio, cell, name = min(found, key=lambda entry: entry[0])
-        said = verdict(cell.ratios[name])
-        summary["worst"] = {
-            "cell": cell.name, "what": name, "ratio": round(ratio, 3), "verdict": said
-        }  # fmt: skip
-    summary["wrong_results"] = {cell.name: cell.wrong for cell in cells if cell.wrong}
-    summary["ours_wrong"] = sum(bool(cell.wrong) for cell in cells)
-    means: dict[str, list[float]] = {}
-    for ratio, cell, name in found:
-        means.setdefault(f"{cell.phase}: {name}", []).append(ratio)
-    summary["geometric_means"] = {n: round(geometric_mean(v), 3) for n, v in sorted(means.items())}
-    summary["fewest_rounds"] = min((cell.rounds for cell in cells), default=0)
-    summary["extrapolated"] = any(s.extrapolated for cell in cells for s in cell.ours)
-    return summary

@@ -10,8 +10,9 @@ import typer
 
 from anyfp8.errors import InputError
 from anyfp8.tools import console
-from anyfp8.tools.report import OURS, RACED, Panel, Run, read_run
+from anyfp8.tools.report import OURS, RACED, Panel, Run
 from anyfp8.tools.report_compare import Change, Comparison, compare
+from anyfp8.tools.report_read import read_run
 
 # of a comparison, where nothing is wrong
 SHOWN = 12
