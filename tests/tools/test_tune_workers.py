@@ -187,6 +187,21 @@ def test_compilers_that_hang_or_die_refuse_their_candidate_only(tmp_path):
     assert "SIGSEGV" in found[2]
 
 
+def test_a_pool_that_is_closed_ends_at_once_whatever_its_compilers_do():
+    pytest.importorskip("triton")
+    script = SCRIPT.replace('asked.get("config", {}).get("what", asked["do"])', '"hang"')
+    pool = Pool(H200, 3, (sys.executable, "-S", "-c", script), 60)
+    futures = [pool.submit(the_cell(), "triton_row", tile) for tile in tiles(16, 32, 64, 128)]
+    while sum(future.running() for future in futures) < 3:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 5
+    assert futures[3].cancelled()
+    assert all("SIGKILL" in future.result(5) for future in futures[:3])
+
+
 def test_cells_that_differ_in_what_no_kernel_sees_share_a_compilation():
     pytest.importorskip("triton")
     pool = Pool(H200, 0)
@@ -194,12 +209,12 @@ def test_cells_that_differ_in_what_no_kernel_sees_share_a_compilation():
     row = Scheme("channel", "token", True)
     some = [
         cells_of(read_shapes([shape], row)[0], H200, [m])[0]
-        for shape, m in (("512,1024", 16), ("1024,2048", 16), ("512,1024", 32), ("512,1024", 17))
+        for shape, m in (("512,1024", 16), ("1024,2048", 16), ("512,1024", 32), ("512,1008", 16))
     ]
     futures = [pool.submit(cell, "triton_row", tile) for cell in some]
     pool.close()
     assert futures[0] is futures[1] is futures[2]
-    # a ragged last tile is another kernel
+    # columns that the tile does not divide make another kernel
     assert futures[3] is not futures[0]
 
 

@@ -67,6 +67,12 @@ class Child:
         if self._process is not None:
             self._kill()
 
+    def stop(self) -> None:
+        """End the process that another thread is waiting for: its `call` fails at once."""
+        process = self._process
+        if process is not None:
+            _kill_group(process)
+
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
@@ -118,11 +124,7 @@ class Child:
         if process is None:
             return
         self._ended += 1
-        # with what it started itself: an assembler may be what hangs
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            process.kill()
+        _kill_group(process)
         process.wait()
         if process.stdin is not None:
             # what was not read is lost anyway
@@ -130,6 +132,14 @@ class Child:
                 process.stdin.close()
         os.close(self._answers)
         self._errors.close()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # with what it started itself: an assembler may be what hangs
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
 
 
 def answer(serve: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -90,9 +90,11 @@ class Pool:
             future.cancel()
         for _ in self._threads:
             self._work.put(None)
+        for child in self._children:
+            child.stop()
         for thread, child in zip(self._threads, self._children, strict=True):
+            thread.join(5.0)
             child.close()
-            thread.join(1.0)
 
     def _serve(self, child: Child) -> None:
         for future, request in iter(self._work.get, None):
@@ -102,9 +104,6 @@ class Pool:
                 why = child.call(request, self._limit_s)["refused"]
             except ChildFailed as failure:
                 why = f"does not compile: {failure}"
-            except Exception as error:
-                # closed under its hands
-                why = f"was not compiled: {error}"
             future.set_result(why)
 
 
