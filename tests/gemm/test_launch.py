@@ -24,8 +24,8 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("m", "whole"), [(1, False), (16, True), (17, False), (32, True)])
-def test_rows_past_the_last_are_masked_by_the_rows_there_are(name, m, whole):
+@pytest.mark.parametrize(("m", "short"), [(1, True), (15, True), (16, False), (17, False)])
+def test_lanes_of_a_short_tile_are_masked_by_the_rows_there_are(name, m, short):
     backend, scheme = gemm.backend(name), SCHEMES[name]
     layer = testing_gemm.random_layer(scheme, m, 128, 128)
     launches = []
@@ -39,7 +39,7 @@ def test_rows_past_the_last_are_masked_by_the_rows_there_are(name, m, whole):
                 problem,
                 TileConfig(16, 32, 64),
             )
-    assert [launch.constants["EVEN_M"] for launch in launches] == [whole, whole]
+    assert [launch.constants["SHORT"] for launch in launches] == [short, short]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -78,6 +78,27 @@ def test_a_default_row_gives_the_default_path_and_keeps_neighbours_away():
     assert (choice.backend, choice.config) == (untuned.backend, untuned.config)
 
 
+def test_a_row_whose_tiles_would_take_another_wave_leaves_m_to_the_next_larger_one():
+    # 4096 columns in tiles of 128 by 64 rows: 128 tiles at M = 256, 160 at 257, for 132 SMs
+    wide = A | {"block_n": 128, "block_k": 256, "num_stages": 4}
+    rows = [replace(row(m, c), n=4096) for m, c in ((256, wide), (384, B))]
+    default = replace(row(384), n=4096)
+
+    def chosen(m, *rows, device=H200):
+        return select(replace(problem(m), n=4096), device, Request(), tables_of(device, *rows))
+
+    for m in (200, 256):
+        assert chosen(m, *rows).config == TileConfig(**wide)
+    for m in (257, 320):
+        assert chosen(m, *rows).config == TileConfig(**B)
+        assert "M=256 would take another wave" in chosen(m, *rows).reason
+        assert chosen(m, rows[0], default).backend == "torch_scaled_mm"
+    # no larger row within four times M, or tiles of which all SMs hold more at once
+    assert chosen(320, rows[0]).config == TileConfig(**wide)
+    shallow = replace(row(256, wide | {"num_stages": 2}), n=4096)
+    assert chosen(320, shallow, rows[1]).config.num_stages == 2
+
+
 def test_the_kill_switch_restores_the_default_path():
     found = tables_of(L40S, row(64, A))
     choice = select(problem(64), L40S, Request(tune=False), found)

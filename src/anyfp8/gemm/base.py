@@ -182,6 +182,10 @@ class Backend:
         """
         return None
 
+    def waves(self, config: Config, problem: Problem, device: Device) -> int:
+        """How often the SMs are filled with tiles of a configuration; 1 where that is not known."""
+        return 1
+
     def lowered(self, config: Config, problem: Problem, device: Device) -> Config | None:
         """The nearest legal configuration to one that is not, or None."""
         return None

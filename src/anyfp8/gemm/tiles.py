@@ -130,6 +130,14 @@ class TileBackend(Backend):
             )
         return None
 
+    def waves(self, config: Config, problem: Problem, device: Device) -> int:
+        assert isinstance(config, TileConfig)
+        rows = -(-max(problem.m, 1) // config.block_m)
+        per_sm = max(1, device.shared_memory // self.smem_bytes(config, problem, device))
+        # a weight that comes first is read again for each row of tiles
+        slots = (device.sms or 1) * per_sm
+        return (rows if config.swap else 1) * -(-rows * -(-problem.n // config.block_n) // slots)
+
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
         assert isinstance(config, TileConfig)
@@ -147,8 +155,16 @@ class TileBackend(Backend):
 
     def default_config(self, problem: Problem, device: Device) -> TileConfig:
         """The largest tile of which there are enough for the SMs, and a pipeline that fits."""
-        tile = _group_tile if _by_warp_groups(device) else _warp_tile
-        lower = self.lowered(tile(problem, device.sms or 64), problem, device)
+        sms = device.sms or 64
+        if _by_warp_groups(device):
+            swapped = _swapped_tile(problem, sms) if self.swaps else None
+            tile = swapped or _group_tile(problem, sms)
+            if tile.block_k == 256 and self.max_block_k(problem) == 128:
+                # half as long steps: as many more of them in flight
+                tile = replace(tile, block_k=128, num_stages=min(2 * tile.num_stages, 10))
+        else:
+            tile = _warp_tile(problem, sms)
+        lower = self.lowered(tile, problem, device)
         assert lower is not None, f"no legal default of {self.name} for {problem.key}"
         return lower
 
@@ -210,19 +226,37 @@ _GROUP_TILES_TWICE = (
     TileConfig(64, 64, 128, 8, 4, 6),
     TileConfig(64, 32, 128, 8, 4, 6),
 )
+# for so few columns that narrow tiles still are one wave: 8.7 µs at 2112 x 7168, M = 64; 32
+# columns take 10.0
+_NARROW = TileConfig(64, 16, 256, 8, 4, 8)
 
 
 def _group_tile(problem: Problem, sms: int) -> TileConfig:
     """Where warp groups multiply: 64 rows at least, the fewest that FP8 products have there."""
-    tiles = _GROUP_TILES_TWICE if sums_kept(problem) == 2 else _GROUP_TILES
-    tiles = [tile for tile in tiles if tile.block_m == 64 or problem.m > 64]
-    for tile in tiles:
-        count = -(-max(problem.m, 1) // tile.block_m) * -(-problem.n // tile.block_n)
-        if 10 * count >= 7 * sms:
-            # more than one wave of this one: two fit an SM with half the ring
-            halved = count > sms and tile.block_m == 64
-            return replace(tile, block_k=128, num_stages=4) if halved else tile
-    return tiles[-1]
+    m, n, twice = max(problem.m, 1), problem.n, sums_kept(problem) == 2
+    for tile in _GROUP_TILES_TWICE if twice else _GROUP_TILES:
+        count = -(-m // tile.block_m) * -(-n // tile.block_n)
+        if tile.block_m > 64 >= m or 10 * count < 7 * sms:
+            continue
+        # more than one wave of this one: two fit an SM with half the ring
+        halved = count > sms and tile.block_m == 64
+        return replace(tile, block_k=128, num_stages=4) if halved else tile
+    low = _GROUP_TILES_TWICE[-1] if twice else _GROUP_TILES[-1]
+    return _NARROW if -(-m // 64) * -(-n // 16) <= sms else low
+
+
+def _swapped_tile(problem: Problem, sms: int) -> TileConfig | None:
+    """For up to 32 rows, unless N is so small that only narrow tiles reach every SM.
+
+    At M = 16 on an H200 8.8 µs (6144 x 4096), 26.2 (24576 x 4096) and 15.1 (4096 x 12288); 64 rows
+    by the best tile 9.6, 28.1 and 15.9.
+    """
+    tiles = -(-problem.n // 64)
+    if problem.m > 32 or 20 * tiles < 7 * sms:
+        return None
+    # 160 KB of weights in flight, or three tiles an SM at once
+    stages = 8 if tiles <= sms else 3
+    return TileConfig(16 if problem.m <= 16 else 32, 64, 256, 8, 4, stages, swap=True)
 
 
 @lru_cache(maxsize=128)

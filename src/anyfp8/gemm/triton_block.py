@@ -91,7 +91,7 @@ class TritonBlock(TileBackend):
             "SW_SCALAR": rows % config.block_n == 0,
             "HAS_BIAS": problem.bias,
             "OPERAND": operand_of(device),
-            "EVEN_M": problem.m % config.block_m == 0,
+            "SHORT": problem.m < config.block_m,
             "EVEN_K": problem.k % config.block_k == 0,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -145,7 +145,7 @@ class TritonBlock(TileBackend):
         )
         constants = self.constants(problem, config, facts_of(codes))
         # of the rows there are, whatever the problem says: others may not be read
-        constants["EVEN_M"] = m % config.block_m == 0
+        constants["SHORT"] = m < config.block_m
         start(Launch(block_plain, grid, values, constants, config.num_warps, config.num_stages))
         return y
 

@@ -64,7 +64,7 @@ class TritonRow(TileBackend):
             "HAS_BIAS": problem.bias,
             "OPERAND": operand_of(device),
             "PROMOTE": problem.accumulate == "fp32_128",
-            "EVEN_M": problem.m % config.block_m == 0,
+            "SHORT": problem.m < config.block_m,
             "EVEN_K": problem.k % config.block_k == 0,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -111,7 +111,7 @@ class TritonRow(TileBackend):
         )
         constants = self.constants(problem, config, facts_of(codes))
         # of the rows there are, whatever the problem says: others may not be read
-        constants["EVEN_M"] = m % config.block_m == 0
+        constants["SHORT"] = m < config.block_m
         kernel = row_swap if config.swap else row_plain
         start(Launch(kernel, grid, values, constants, config.num_warps, config.num_stages))
         return y

@@ -7,7 +7,7 @@ scaled in fp32; BLOCK_K therefore divides both the activations' group and the we
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, load_rows, operand, tile_of
+from anyfp8.kernels.operand import code_pointer, load_rows, operand, rows_read, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -34,7 +34,7 @@ def block_plain(
     SW_SCALAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
-    EVEN_M: tl.constexpr,
+    SHORT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -45,11 +45,12 @@ def block_plain(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge are not stored; int64: M · K can pass 2^31
+    # lanes past the edge are not stored
+    x_rows = rows_read(rows, M, SHORT)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
+    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
     w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
-    sx = sx_ptr + rows.to(tl.int64) * stride_sxm
+    sx = sx_ptr + x_rows * stride_sxm
     if SW_SCALAR:
         sw = sw_ptr + (tile_n * BLOCK_N // SW_ROWS) * stride_swn
     else:
@@ -57,15 +58,15 @@ def block_plain(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, EVEN_M, EVEN_K)
+        a = load_rows(x, rows, ks, M, K - k, SHORT, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:
             b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
-        if EVEN_M:
-            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
-        else:
+        if SHORT:
             scale_x = tl.load(sx + k // SX_GROUP * stride_sxk, mask=rows < M, other=0.0)
+        else:
+            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
         scale_w = tl.load(sw + k // SW_GROUP * stride_swk)
         part = tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         if SW_SCALAR:

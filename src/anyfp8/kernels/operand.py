@@ -34,12 +34,23 @@ def code_pointer(pointer, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
-    """One K tile of the activations; lanes past the last row load nothing.
+def rows_read(rows, M, SHORT: tl.constexpr):
+    """Which row each lane reads; int64: M · K can pass 2^31."""
+    if SHORT:
+        return rows.to(tl.int64)
+    else:
+        return (rows % M).to(tl.int64)
 
-    Clamped to row 0 instead, every spare lane of every program wants one line of L2 at once.
+
+@triton.jit
+def load_rows(x, rows, ks, M, left, SHORT: tl.constexpr, EVEN_K: tl.constexpr):
+    """One K tile of the activations. SHORT: fewer rows than a tile, whose other lanes load nothing.
+
+    Otherwise lanes past the last row have wrapped round to the first rows, which costs no mask in
+    the loop. Neither may all read one row: every spare lane of every program wants that line of L2
+    at once then.
     """
-    if EVEN_M:
+    if not SHORT:
         if EVEN_K:
             return tl.load(x)
         else:
@@ -51,9 +62,9 @@ def load_rows(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def load_columns(x, rows, ks, M, left, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
+def load_columns(x, rows, ks, M, left, SHORT: tl.constexpr, EVEN_K: tl.constexpr):
     """`load_rows` of a transposed tile: K runs down, rows run across."""
-    if EVEN_M:
+    if not SHORT:
         if EVEN_K:
             return tl.load(x)
         else:

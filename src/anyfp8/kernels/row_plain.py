@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, load_rows, operand, tile_of
+from anyfp8.kernels.operand import code_pointer, load_rows, operand, rows_read, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -25,7 +25,7 @@ def row_plain(
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     PROMOTE: tl.constexpr,
-    EVEN_M: tl.constexpr,
+    SHORT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -36,14 +36,15 @@ def row_plain(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge are not stored; int64: M · K can pass 2^31
+    # lanes past the edge are not stored
+    x_rows = rows_read(rows, M, SHORT)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
+    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
     w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, EVEN_M, EVEN_K)
+        a = load_rows(x, rows, ks, M, K - k, SHORT, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:

@@ -7,7 +7,7 @@ the pipeline holds weights instead of rows that are not there.
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, load_columns, operand, tile_of
+from anyfp8.kernels.operand import code_pointer, load_columns, operand, rows_read, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -29,7 +29,7 @@ def row_swap(
     HAS_BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     PROMOTE: tl.constexpr,
-    EVEN_M: tl.constexpr,
+    SHORT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,9 +40,10 @@ def row_swap(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    # lanes past the edge are not stored; int64: M · K can pass 2^31
+    # lanes past the edge are not stored
+    x_rows = rows_read(rows, M, SHORT)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + rows.to(tl.int64)[None, :] * stride_xm + ks[:, None]
+    x = code_pointer(x_ptr, OPERAND) + x_rows[None, :] * stride_xm + ks[:, None]
     w = code_pointer(w_ptr, OPERAND) + w_rows[:, None] * stride_wn + ks[None, :]
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -51,7 +52,7 @@ def row_swap(
             a = tl.load(w)
         else:
             a = tl.load(w, mask=ks[None, :] < K - k, other=0.0)
-        b = load_columns(x, rows, ks, M, K - k, EVEN_M, EVEN_K)
+        b = load_columns(x, rows, ks, M, K - k, SHORT, EVEN_K)
         if PROMOTE:
             acc += tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         else:

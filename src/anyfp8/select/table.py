@@ -33,6 +33,9 @@ FORMAT = 1
 # a backend of ours must beat the default path by more than this to be taken
 MARGIN = 0.02
 
+# waves of tiles may grow this much faster than M before a row of a larger M serves instead
+_STRAIN = 1.2
+
 
 @dataclass(frozen=True)
 class Header:
@@ -180,9 +183,14 @@ class Tables:
                 found = self._winner(by_m[m], problem, device, willing)
                 if found is None:
                     continue
+                near, why = m, ""
+                above = next((have for have in sorted(by_m) if m < have <= 4 * problem.m), None)
+                if above is not None and _strained(found, m, problem, device):
+                    m, found = above, self._winner(by_m[above], problem, device, willing) or found
+                    why = f"; that of M={near} would take another wave of tiles"
                 backend, config, what = found
                 lender = f" of {self.borrowed}" if self.borrowed else ""
-                reason = f"the row of M={m}{lender} says {what}"
+                reason = f"the row of M={m}{lender} says {what}{why}"
                 return Found(backend, config, source, reason, table.header.provenance)
         _say_once(
             f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
@@ -260,6 +268,21 @@ def nearest_m(ms: Iterable[int], m: int) -> int | None:
         return known[-1]
     near = [have for have in known if have <= 4 * m and m <= 4 * have]
     return min(near, key=lambda have: (abs(have - m), have)) if near else None
+
+
+def _strained(found: tuple[Backend, Config, str], m: int, problem: Problem, device: Device) -> bool:
+    """Whether a row of a smaller M is stretched past what was measured there.
+
+    One token more may need one row of tiles more, and where those no longer are on the SMs at
+    once, twice the time: 10.3 µs at M = 256 and 20.1 at 257 (4096 x 4096, H200), where the row of
+    384 takes 13.8. The next larger row then serves; it is never slower than what it measured.
+    """
+    backend, config, what = found
+    if what == "default" or m >= problem.m:
+        return False
+    measured = backend.waves(config, replace(problem, m=m), device)
+    waves = backend.waves(config, problem, device)
+    return waves * m > _STRAIN * measured * problem.m
 
 
 def _groups_of(problem: Problem) -> Iterator[tuple[Any, ...]]:
