@@ -58,15 +58,14 @@ def test_scales_that_are_no_powers_of_two_stay_what_they_are(make_folder, tmp_pa
     assert torch.equal(again["m.up_proj.weight_scale"], layer.weight.scale)
 
 
-@pytest.mark.parametrize("dim", [3, 4])
-def test_experts_in_one_fp8_tensor_are_refused_by_name(make_folder, dim):
-    shape = (4, 8, 8, 8)[:dim]
-    tensors = block_layer() | {
-        "m.experts.gate_up_proj": torch.zeros(shape).to(torch.float8_e4m3fn),
-        "m.experts.gate_up_proj_scale_inv": torch.ones(4, 1, 1),
+def test_experts_in_one_fp8_tensor_of_another_format_are_refused_by_name(make_folder, fp8_layer):
+    tensors = fp8_layer("m.up_proj") | {
+        "m.experts.gate_up_proj": torch.zeros(4, 8, 8).to(torch.float8_e4m3fn),
+        "m.experts.gate_up_proj_weight_scale": torch.tensor(1.0),
     }
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
     with pytest.raises(CheckpointError, match=r"m\.experts\.gate_up_proj in") as caught:
-        read_plan(make_folder(tensors, FINE))
+        read_plan(make_folder(tensors, config))
     assert "for each expert" in caught.value.want
 
 

@@ -26,6 +26,7 @@ from anyfp8.checkpoint import (
 from anyfp8.checkpoint.beside import INPUT_SCALES, OPTIONAL, WEIGHT_SCALES, Beside
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
 from anyfp8.checkpoint.files import FLOATS, TensorFiles, list_tensors
+from anyfp8.checkpoint.fused_experts import split_experts
 from anyfp8.checkpoint.linears import is_linear
 from anyfp8.checkpoint.places import FP8, find_places, refuse_unaccounted
 from anyfp8.checkpoint.plan import CheckpointPlan, LayerPlan
@@ -63,6 +64,9 @@ def read_plan(
     files = list_tensors(folder)
     if declared.format == torchao.NAME:
         files = torchao.rename(files)
+    if declared.format == finegrained.NAME and declared.default is not None:
+        assert declared.default.scheme is not None
+        files = split_experts(files, declared.default.scheme.block)
     planner = _Planner(files, declared, allow_missing_scale, dynamic_fallback)
     return planner.plan(folder, configs.config, strict)
 
