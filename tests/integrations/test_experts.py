@@ -240,3 +240,34 @@ def test_experts_quantize_as_any_linear_does(mixture):
         scale = (w.abs().amax(1, keepdim=True) / 448).clamp(min=1e-30)
         want = (w * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
         assert torch.equal(reference.dequantize(layer.weight), want)
+
+
+def test_transformers_reads_the_experts_that_we_write(tmp_path):
+    import transformers
+
+    changes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    folder = save_mixture("Qwen3Moe", tmp_path / "bf16", head_dim=64, **changes)
+    scheme = "w8a8-block128x128-group128"
+    report = quantize_checkpoint(folder, tmp_path / "fp8", scheme=scheme, device="cpu")
+    assert report.format == "compressed-tensors"
+    quantize_checkpoint(
+        folder, tmp_path / "fine", scheme=scheme, format="finegrained", device="cpu"
+    )
+    # without a GPU it dequantizes while it loads
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    official = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fine", dtype=torch.bfloat16, quantization_config=config
+    )
+    theirs = official.model.layers[0].mlp.experts
+    checkpoint = open_checkpoint(tmp_path / "fine")
+    for i in range(4):
+        gate, up, down = (
+            reference.dequantize(
+                checkpoint.layer(f"model.layers.0.mlp.experts.{i}.{leaf}").weight, torch.bfloat16
+            )
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        )
+        assert torch.equal(theirs.gate_up_proj[i], torch.cat([gate, up]))
+        assert torch.equal(theirs.down_proj[i], down)
+    model = load(tmp_path / "fine", device="cpu")
+    torch.testing.assert_close(logits(model), logits(official), rtol=0.02, atol=0.02)
