@@ -34,7 +34,11 @@ cases = {
             Scheme("channel", "group", True, group=64),
             Scheme("block", "token", True, block=(48, 96)),
         ],
-        [TileConfig(32, 32, 32, 8), TileConfig(16, 128, 32, 1)],
+        [
+            TileConfig(32, 32, 32, 8),
+            TileConfig(16, 128, 32, 1),
+            TileConfig(16, 32, 32, 2, swap=True),
+        ],
     ),
     "triton_w8a16": (
         [

@@ -28,6 +28,7 @@ _WHOLE = 1 << 30  # a "group" longer than any K: the scale never changes along i
 
 class TritonBlock(TileBackend):
     name = "triton_block"
+    swaps = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         scheme = problem.scheme
@@ -61,8 +62,9 @@ class TritonBlock(TileBackend):
         signature |= {"M": "i32"} | {name: "i32" for name, v in integers.items() if v != 1}
         constants = self.constants(problem, config, device)
         constants |= {name: 1 for name, v in integers.items() if v == 1}
+        form = "block_swap" if config.swap else "block_plain"
         return Source(
-            "anyfp8.kernels.block_plain:block_plain",
+            f"anyfp8.kernels.{form}:{form}",
             tuple(signature.items()),
             tuple(constants.items()),
             pointers | aligned((name, v) for name, v in integers.items() if v != 1),
@@ -110,6 +112,7 @@ class TritonBlock(TileBackend):
     ) -> torch.Tensor:
         """x.data: [M, K] with K contiguous; x.scale: fp32 [M, ceil(K/g)], any strides."""
         from anyfp8.kernels.block_plain import block_plain
+        from anyfp8.kernels.block_swap import block_swap
 
         assert isinstance(x, QTensor)
         assert isinstance(prepared, CanonicalWeight)
@@ -146,7 +149,8 @@ class TritonBlock(TileBackend):
         constants = self.constants(problem, config, facts_of(codes))
         # of the rows there are, whatever the problem says: others may not be read
         constants["SHORT"] = m < config.block_m
-        start(Launch(block_plain, grid, values, constants, config.num_warps, config.num_stages))
+        kernel = block_swap if config.swap else block_plain
+        start(Launch(kernel, grid, values, constants, config.num_warps, config.num_stages))
         return y
 
 
