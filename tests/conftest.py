@@ -71,7 +71,9 @@ def masked(text, tmp):
     text = re.sub(r"(?m)^estimates of .*$", "estimates of ...", text)
     # which other libraries are installed is this machine's affair
     text = re.sub(r"(?m)^.*needs (the package|Triton).*\n", "", text)
-    text = re.sub(r" {3,}", "   ", re.sub(r"-{3,}", "---", text))
+    # columns are as wide as the figures in them
+    text = re.sub(r"(?<=\S) {2,}", "  ", re.sub(r"-{3,}", "---", text))
+    text = re.sub(r"(?m)^ {2,}(?=#)", "  ", text)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 

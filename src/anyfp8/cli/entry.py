@@ -50,4 +50,5 @@ def _tell(error: AnyFp8Error) -> None:
         if text:
             console.talk(f"{label}: {text}")
     for name, reason in getattr(error, "reasons", {}).items():
-        console.talk(f"  {name} was refused because it {reason}")
+        if error.got != f"it {reason}":
+            console.talk(f"  {name} was refused because it {reason}")

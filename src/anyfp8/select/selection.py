@@ -275,7 +275,8 @@ def _complain(
     why = refused[forced.name]
     if request.strict or forced.missing():
         raise NoBackend(
-            f"{forced.name} cannot serve {problem.key} on {device.name}",
+            f"{forced.name} cannot serve {problem.scheme.name} layers of "
+            f"{problem.n}x{problem.k} at M={problem.m} on {device.name}",
             got=f"it {why}",
             want="a backend that is willing",
             hint="leave the backend open, or anyfp8 explain to see which are willing",

@@ -122,7 +122,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(parts).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.insert(1, "  ".join("-" * width for width in widths).rstrip())
     return "\n".join(lines)
 
 

@@ -69,6 +69,9 @@ def machine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
+    if name == "torch":
+        # with its build, such as +cu130
+        return torch.__version__
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -119,8 +122,12 @@ def table_found(device: Device) -> str:
         return "no tables on the CPU"
     tables = load_tables(device)
     if tables.tables:
-        names = ", ".join(f"{source}: {table.path}" for source, table in tables.tables)
-        return f"{names}{f' (of its sibling {tables.borrowed})' if tables.borrowed else ''}"
+        lender = f" of its sibling {tables.borrowed}" if tables.borrowed else ""
+        names = (
+            f"{source}{lender}, {len(table.rows)} rows, {table.header.provenance} ({table.path})"
+            for source, table in tables.tables
+        )
+        return "; ".join(names)
     return f"none for {device.name} or a sibling of it: the ranker decides"
 
 
@@ -133,8 +140,8 @@ def backends(device: Device) -> list[dict[str, str]]:
         if missing:
             state, why = "missing", missing
         elif None in reasons:
-            served = [n for n, r in zip(_SCHEMES, reasons, strict=True) if r is None]
-            state, why = "willing", "" if len(served) == len(_SCHEMES) else ", ".join(served)
+            no = [(n, r) for n, r in zip(_SCHEMES, reasons, strict=True) if r is not None]
+            state, why = "willing", "; ".join(f"not {n}: it {r}" for n, r in no)
         else:
             state, why = "refused", next(r for r in reasons if r)
         out.append({"name": backend.name, "state": state, "why": why})
@@ -281,7 +288,11 @@ def lines(found: dict[str, Any]) -> list[str]:
     """The examination for a person."""
     about = found["machine"]
     packages = ", ".join(f"{n} {v or 'absent'}" for n, v in about["packages"].items())
-    drives = about["runtime"] if about["runtime"] != "none" else "no GPU that torch can use"
+    drives = {
+        "none": "no GPU that torch can use",
+        "cuda": f"CUDA {about['cuda']}",
+        "hip": f"HIP {about['hip']}",
+    }.get(about["runtime"], about["runtime"])
     driver = f", driver {about['driver']}" if about["driver"] else ""
     out = [f"anyfp8 {about['anyfp8']}, Python {about['python']}", packages, f"{drives}{driver}"]
     if about["dtypes_missing"]:
@@ -300,11 +311,11 @@ def lines(found: dict[str, Any]) -> list[str]:
     changed = [row for row in found["environment"] if row["source"] != "default"]
     out += ["", "environment: " + ("" if changed else "nothing set; anyfp8 env lists what can be")]
     out += [f"  {row['name']}={row['value']} (from {row['source']})" for row in changed]
-    out += ["", "self-test:"]
+    out += ["", f"self-test (bytes; relative error of each row, at most {_TOLERANCE}):"]
     for one in found["self_test"]:
         mark = "ok  " if one["passed"] else "FAIL"
-        detail = one["why"] or f"{one['error']:.2g}"
-        out.append(f"  {mark} {one['name']}: {detail}")
+        exact = "every byte equal" if one["error"] == 0 else f"error {one['error'] or 0:.2g}"
+        out.append(f"  {mark} {one['name']}: {one['why'] or exact}")
     return out
 
 

@@ -232,7 +232,9 @@ def _tables_sentence(device: Device, tables: Tables | None, kinds: Sequence[Kind
         return "no tables on the CPU"
     if tables is None:
         return "tuned tables and the ranker are off: the default path"
-    wanted = f"{file_name(device.name)} in ANYFP8_TABLE_DIR would be read"
+    wanted = (
+        f"{file_name(device.name)} in ANYFP8_TABLE_DIR would be read; `anyfp8 tune` there writes it"
+    )
     if not tables.tables:
         ranked = any(r.choice.source == "ranker" for kind in kinds for r in kind.runs)
         what = "the ranker decides" if ranked else "nothing to rank by: the default path"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from anyfp8 import fp8
@@ -22,13 +21,15 @@ def lines(found: Explanation) -> list[str]:
     if model.kv_cache:
         out.append(f"  KV cache {model.kv_cache}: {_kv_sentence(found)}")
     out.append("")
+    runs = [run for kind in found.kinds for run in kind.runs]
+    wide = [max(len(text(run)) for run in runs) for text in (_span, _backend, times)]
     for kind in found.kinds:
         layer = kind.layer
         bias = ", bias" if layer.bias else ""
         out.append(f"{kind.name}  {layer.n}x{layer.k}{bias}  {layer.scheme.name}  x{kind.count}")
         for run in kind.runs:
-            left = f"  {span(run.ms):<14}{run.choice.backend:<16}{times(run):>20}"
-            out.append(f"{left}  {source_of(run)}")
+            left = f"  {_span(run):<{wide[0]}}  {_backend(run):<{wide[1]}}"
+            out.append(f"{left}  {times(run):>{wide[2]}}  {source_of(run)}")
             config = config_of(run.choice)
             if config:
                 out.append(f"    {config}")
@@ -40,12 +41,12 @@ def lines(found: Explanation) -> list[str]:
 
 def facts(found: Explanation) -> list[str]:
     """What holds for all layers: the arithmetic, and the sizes."""
-    weights = sum(kind.count * kind.layer.n * kind.layer.k for kind in found.kinds)
+    weights = console.size(sum(k.count * k.layer.n * k.layer.k for k in found.kinds))
     count = sum(kind.count for kind in found.kinds)
     memory = found.device.memory_bytes
     of = f" of {memory / 1e9:.0f} GB" if memory else ""
     layers = "1 FP8 layer" if count == 1 else f"{count} FP8 layers"
-    out = [f"{layers}, {weights / 1e9:.2f} GB{of}"]
+    out = [f"{layers}, {weights}{of}"]
     for text in dict.fromkeys(_arithmetic(k, r) for k in found.kinds for r in k.runs):
         out.append(text)
     if any(r.choice.quantizes for kind in found.kinds for r in kind.runs):
@@ -74,8 +75,13 @@ def _kv_sentence(found: Explanation) -> str:
     return f"{len(names)} scales; SGLang and vLLM call the first {names[0]}"
 
 
-def span(ms: Sequence[int]) -> str:
+def _span(run: Run) -> str:
+    ms = run.ms
     return f"M={ms[0]}" if len(ms) == 1 else f"M={ms[0]}..{ms[-1]}"
+
+
+def _backend(run: Run) -> str:
+    return run.choice.backend
 
 
 def times(run: Run) -> str:

@@ -86,7 +86,10 @@ def _served(choice: Choice, x_dtype: str) -> str:
     elif isinstance(choice.config, DequantConfig):
         once = choice.config.memory == "load"
         how += f", weight dequantized to {x_dtype} " + ("once at load" if once else "in each call")
-    return f"{choice.backend} ({how}; {choice.reason})"
+    # a table's row and the ranker's estimate differ by shape: `explain` tells them apart
+    why = {"ranker": "chosen by the ranker"}.get(choice.source, choice.reason)
+    why = choice.source if choice.source.endswith("table") else why
+    return f"{choice.backend} ({how}; {why})"
 
 
 def prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
