@@ -12,6 +12,7 @@ import triton.language as tl
 from anyfp8.kernels.encode import (
     encode,
     finite_amax,
+    offset,
     scales_of,
     silu_mul,
     to_fp32,
@@ -93,9 +94,7 @@ def quantize_group_kernel(
         x_ptr += outer * x_outer
         q_ptr += outer * q_outer
         s_ptr += outer * s_outer
-    # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
-    rows = rows.to(tl.int64)
-    x_at = x_ptr + (rows * x_inner)[:, None] + cols
+    x_at = x_ptr + offset(rows, x_inner)[:, None] + cols
     x = tl.load(x_at, mask=mask, other=0.0)
     if SILU_MUL:
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
@@ -103,16 +102,16 @@ def quantize_group_kernel(
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
     q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
-    tl.store(q_ptr + (rows * q_inner)[:, None] + cols, q, mask=mask)
+    tl.store(q_ptr + offset(rows, q_inner)[:, None] + cols, q, mask=mask)
 
-    s_at = s_ptr + rows * s_inner
+    s_at = s_ptr + offset(rows, s_inner)
     if PACKED:
         # strides count bytes: s_group from one word's column of words to the next
         code = tl.where(groups < N_GROUPS, ue8m0_of(scale), 0).to(tl.uint8)
         stored = tl.cdiv(N_GROUPS, 4) * 4
-        s_at += (groups // 4).to(tl.int64) * s_group + groups % 4
+        s_at += offset(groups // 4, s_group) + groups % 4
         tl.store(s_at, code, mask=valid & (groups < stored))
     else:
-        tl.store(s_at + groups.to(tl.int64) * s_group, scale, mask=inside)
+        tl.store(s_at + offset(groups, s_group), scale, mask=inside)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -15,6 +15,7 @@ from anyfp8.kernels.encode import (
     encode,
     finite_abs,
     nan_to_zero,
+    offset,
     row_maxima,
     scales_of,
     silu_mul,
@@ -58,10 +59,8 @@ def quantize_token_kernel(
         x_ptr += outer * x_outer
         q_ptr += outer * q_outer
         s_ptr += outer * s_outer
-    # int64: row · stride passes 2**31 from 74,899 rows of 28,672 columns
-    rows = rows.to(tl.int64)
-    x_at = x_ptr + (rows * x_inner)[:, None]
-    q_at = q_ptr + (rows * q_inner)[:, None]
+    x_at = x_ptr + offset(rows, x_inner)[:, None]
+    q_at = q_ptr + offset(rows, q_inner)[:, None]
     cols = tl.arange(0, BLOCK_K)[None, :]
     mask = valid[:, None] & (cols < K)
     if PDL:
@@ -72,21 +71,29 @@ def quantize_token_kernel(
         tail_cols = BLOCK_K + tl.arange(0, TAIL_K)[None, :]
         tail_mask = valid[:, None] & (tail_cols < K)
         tail = _load(x_at, tail_cols, tail_mask, K, SILU_MUL)  # [ROWS, TAIL_K]
-    amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, False)  # [ROWS]
-    if any_not_finite(amax):
-        # seldom: rows without inf and NaN pay one comparison for those that have them
-        amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, True)
-        if NAN_TO_ZERO:
-            x = nan_to_zero(x)
+    s_at = s_ptr + offset(rows, s_inner)
+    amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, not NAN_TO_ZERO)  # [ROWS]
+    if NAN_TO_ZERO:
+        if any_not_finite(amax):
+            # a way of its own to the end: where all is finite the other has one comparison more
+            amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, True)
+            scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)
+            y = nan_to_zero(to_fp32(x, PACKED_MAX)) * inverse[:, None]
+            tl.store(q_at + cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=mask)
             if TAIL_K:
-                tail = nan_to_zero(tail)
+                y = nan_to_zero(to_fp32(tail, PACKED_MAX)) * inverse[:, None]
+                tl.store(q_at + tail_cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=tail_mask)
+            tl.store(s_at, scale, mask=valid)
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            return
     scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)  # [ROWS]
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
     tl.store(q_at + cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=mask)
     if TAIL_K:
         y = to_fp32(tail, PACKED_MAX) * inverse[:, None]
         tl.store(q_at + tail_cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=tail_mask)
-    tl.store(s_ptr + rows * s_inner, scale, mask=valid)
+    tl.store(s_at, scale, mask=valid)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -60,14 +60,15 @@ def group_config(
         across = min(max(1, 1024 // block // rows), next_power_of_2(n_groups))
         return GroupConfig(rows, across, 1)
     total = outer * m * n_groups
-    # (values of a program). H200, K = 4096: 1.33 µs at 16 rows with 1,024 values of 4 warps, 1.36
-    # with 512 and 1.37 with 2,048; 2.11 at 64 rows with 512, 2.18 and 2.22; from there 512 lose:
-    # 2.83 at 256 rows (2,048: 2.75) and 21.6 at 4096 (13.9)
-    values = 1024 if total <= 1024 else 512 if total < 8192 else 2048
+    # 4 values a thread while the GPU is not full: instructions are fetched anew by each launch, so
+    # that every line of them counts. H200, (values of a program, warps) at K = 4096: (512, 4) 1.30,
+    # (1024, 4) 1.32, (1024, 8) 1.33 µs at 8 rows; 1.37, 1.33, 1.31 at 16; 2.13, 2.19, 2.05 at 64;
+    # from there larger ones win: 2.83 (512), 2.75 (2048) at 256, 21.6 and 13.9 at 4096
+    values, warps = (512, 4) if total <= 256 else (1024, 8) if total < 8192 else (2048, 4)
     items = max(1, values // block)
     across = min(items, next_power_of_2(n_groups))
     rows = min(items // across, next_power_of_2(m))
-    return GroupConfig(rows, across, max(1, min(4, rows * across * block // 128)))
+    return GroupConfig(rows, across, max(1, min(warps, rows * across * block // 128)))
 
 
 def per_group(
