@@ -212,7 +212,7 @@ def _warp_tile(problem: Problem, sms: int) -> TileConfig:
 
 
 # of warp groups, from the largest: the first of which there are enough is the fastest timed on an
-# H200, or near it (tests/select/test_predict.py); the second list where sums are kept twice
+# H200, or near it (tests/gemm/test_tiles.py); the second list where sums are kept twice
 _GROUP_TILES = (
     TileConfig(128, 256, 128, 8, 8, 4),
     TileConfig(128, 128, 128, 8, 4, 6),
