@@ -29,6 +29,7 @@ KERNELS = {
     "eight": W8A16Config("fused", 8, 32, 128, 1, 4, 4, 4),
     "plain": W8A16Config("fused", 64, 64, 64, 2, 1, 4, 3),
     "wide": W8A16Config("wide", 64, 128, 64, 1, 1, 4, 4),
+    "paired": W8A16Config("paired", 32, 64, 128, 1, 1, 4, 4),
 }
 
 PRODUCTS = """
@@ -63,6 +64,8 @@ for text in sys.argv[3:]:
         problem = testing_gemm.problem_of(layer, dtype, bias)
         wanted = testing_gemm.oracle(layer, False, bias, dtype)
         some = configs if n * k < 50_000 else configs[2 + bias :: 2]
+        if k % 16 == 0:
+            some = [*some, W8A16Config("paired", 32, 64, step, 2, 1, 4)]
         for config in some:
             found = testing_gemm.check(BACKEND, layer, wanted, problem, CPU, config)
             if found:
@@ -94,6 +97,7 @@ for name in ("fp16", "bf16"):
         W8A16Config("fused", 16, 64, 32, 1, 4, 4),
         W8A16Config("fused", 16, 64, 32),
         W8A16Config("wide", 64, 64, 32),
+        W8A16Config("paired", 16, 64, 32),
         W8A16Config("chunked"),
     ):
         y = BACKEND.run(x, weight, problem, config)
@@ -165,7 +169,7 @@ def test_each_kernel_compiles_fits_and_uses_the_units_there_are(arch, name, sche
             continue
         legal = BACKEND.lowered(config, problem, device)
         if legal is None:
-            assert name in ("eight", "wide")
+            assert name == "eight"
             continue
         built = compile_for(BACKEND.source(problem, legal, device), ARCHES[arch])
         assert built.metadata.shared <= legal.smem_bytes(device) <= device.shared_memory
@@ -173,13 +177,18 @@ def test_each_kernel_compiles_fits_and_uses_the_units_there_are(arch, name, sche
         if capability is None:
             continue
         ptx = built.asm["ptx"]
-        hardware = capability >= (8, 9) and (config.how == "gemv" or dtype == "fp16")
+        converted = config.how == "gemv" or (dtype == "fp16" and config.how != "paired")
+        hardware = capability >= (8, 9) and converted
         assert ("e4m3" in ptx) == hardware
         if capability >= (8, 0):
             assert ("mma" in ptx) == (config.how != "gemv")
             assert "cp.async" in ptx
         if name in ("sliced", "eight"):
             assert "wgmma" not in ptx
+        if name == "paired" and arch == "sm_90":
+            # the weight by whole matrices, even and odd tokens through shared memory
+            assert "wgmma" in ptx
+            assert "ldmatrix" in ptx
 
 
 def test_two_codes_are_decoded_by_four_instructions_on_an_a100():
@@ -238,7 +247,9 @@ def test_one_search_space_holds_only_legal_configurations_and_the_default():
         (W8A16Config("fused", 128, 128, 64, 1, 4, 4), "does not fit"),
         (W8A16Config("fused", 64, 64, 256, 1, 4, 4, 6), "B of shared memory"),
         (W8A16Config("fused", 4, 32, 64), "8x16x16"),
-        (W8A16Config("wide", 64, 64, 64), "four warps"),
+        (W8A16Config("wide", 8, 64, 64), "tall side"),
+        (W8A16Config("paired", 16, 32, 64, 1, 4, 4), "fused kernel only"),
+        (W8A16Config("paired", 16, 64, 16), "16 of each"),
     ],
 )
 def test_what_a_kernel_cannot_do_is_refused_with_the_reason(config, want):

@@ -10,7 +10,7 @@ import torch
 from anyfp8 import reference, testing, testing_gemm
 from anyfp8.device import ARCHES, current_device, generic_device
 from anyfp8.gemm.launch import use_target
-from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config, by_groups
+from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
 from anyfp8.gemm.w8a16_run import SCRATCH_BYTES
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import Problem, QTensor, Scheme
@@ -51,12 +51,6 @@ def device_of(arch):
     return current_device() if arch is None else generic_device(ARCHES[arch])
 
 
-def runnable(arch, config):
-    """Skip what the GPU at hand has no instruction for."""
-    if config.how == "wide" and not by_groups(device_of(arch)):
-        pytest.skip("no matrix instruction of four warps")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("scheme", [Scheme("channel"), BLOCK], ids=name_of)
 @pytest.mark.parametrize(
@@ -69,7 +63,6 @@ def runnable(arch, config):
     ids=name_of,
 )
 def test_each_kernel_errs_at_most_twice_as_much_as_torch(arch, config, scheme, dtype):
-    runnable(arch, config)
     complaints = []
     for n, k in ((33, 96), (1856, 2688)):
         layer = testing_gemm.random_layer(scheme, 17, n, k, dtype, "cuda")
@@ -104,7 +97,6 @@ def test_the_default_of_each_m_is_right_on_real_and_odd_shapes(scheme):
     ids=name_of,
 )
 def test_every_finite_code_is_decoded_exactly(arch, config, name):
-    runnable(arch, config)
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")
     codes = codes[(codes & 0x7F) != 0x7F]
     # each code at each place of a register of four
@@ -123,7 +115,6 @@ def test_every_finite_code_is_decoded_exactly(arch, config, name):
 
 @pytest.mark.parametrize("config", [*KERNELS, *NATIVE], ids=name_of)
 def test_two_runs_give_the_same_bits(config):
-    runnable(None, config)
     layer = testing_gemm.random_layer(Scheme("channel"), 16, 4096, 4096, device="cuda")
     problem = testing_gemm.problem_of(layer, torch.bfloat16, True)
     weight = testing_gemm.canonical_weight(layer.weight, layer.scheme)

@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 
 # fp32 sums a thread can hold beside decoded operands
 _MAX_SUMS = 128
-_HOW = ("gemv", "fused", "wide", "chunked")
+_HOW = ("gemv", "fused", "paired", "wide", "chunked")
 
 
 @dataclass(frozen=True)
 class W8A16Config(Config):
     """Which kernel and its tile.
 
-    how: "gemv" (CUDA cores, block_m rows of x at once: 1, 2 or 4), "fused" (matrix units), "wide"
-    (64 tokens or more on the tall side of Hopper's instruction of four warps) or "chunked"
-    (dequantize, then the library; the other fields do not matter).
+    how: "gemv" (CUDA cores, block_m rows of x at once: 1, 2 or 4), "fused" (matrix units), "paired"
+    (the same, codes read two by two), "wide" (tokens on the tall side of the matrix units, which
+    Hopper's instruction of four warps makes 64) or "chunked" (dequantize, then the library; the
+    other fields do not matter).
     split_k: parts of K that a second kernel sums. slices: warps of a block that split K; with more
     than one there are as many warps as slices, and a step covers slices · block_k columns.
     """
@@ -74,9 +75,12 @@ class W8A16Config(Config):
         if device.vendor == "nvidia" and "cp_async" not in features:
             # no matrix unit that Triton uses: operands in fp32, no pipeline
             return max(4 * w, 2 * x, out)
-        if self.how == "wide":
+        if self.how == "wide" and self.block_m >= 64:
             # decoded weights pass through shared memory
             return max(shallow * w + self.num_stages * x + 2 * w + scales, out) + 1024
+        if self.how == "paired":
+            # even and odd columns of the tokens too, for an instruction of four warps
+            return max(shallow * (w + x) + x + scales, out) + 1024
         # instructions of four warps, which slices and small tiles do without
         wide = self.slices == 1 and self.num_warps >= 4 and self.block_n >= 64
         if "tcgen05" in features and wide:
@@ -124,6 +128,8 @@ class TritonW8A16(Backend):
         if config.how == "chunked":
             return None
         step = scale_step(problem.scheme, problem.k)
+        if config.how == "paired" and problem.k % 16:
+            return f"reads codes two by two, and K is {problem.k}"
         if config.block_k > step:
             return f"has block_k={config.block_k}, and a scale covers {step} columns of K"
         complaint = self._shape_complaint(config, device)
@@ -147,11 +153,12 @@ class TritonW8A16(Backend):
             fewest = 8 if "cp_async" in device.arch.features else 16
             if config.block_m < fewest or min(config.block_n, config.block_k) < 16:
                 return f"is below the tensor cores' {fewest}x16x16"
-            if config.how == "wide":
-                if not by_groups(device):
-                    return f"needs an instruction of four warps, and {device.name} has none"
-                if config.block_m < 64 or config.num_warps < 4 or config.slices > 1:
-                    return "gives groups of four warps 64 tokens or more"
+            if config.how == "wide" and config.block_m < 16:
+                return "has fewer tokens than the tall side of a matrix unit"
+            if config.how != "fused" and config.slices > 1:
+                return "splits K over warps by the fused kernel only"
+            if config.how == "paired" and config.block_k < 32:
+                return "multiplies even and odd columns apart, 16 of each at least"
             if config.slices not in (1, config.num_warps):
                 return f"splits K over {config.slices} warps and has {config.num_warps}"
             sums = config.block_m * config.block_n * config.slices
@@ -326,8 +333,11 @@ class TritonW8A16(Backend):
             return common | {"SLICES": config.slices}
         # Triton shares out the warps of a tile along N only where it is so much longer that way
         square = config.how == "fused" and config.num_warps * config.block_m > config.block_n
-        parts = 2 if square and config.block_m >= 16 and by_warps(config, device) else 1
-        return common | {"PARTS": parts, "TOKENS_FIRST": config.how == "wide"}
+        common["PARTS"] = 2 if square and config.block_m >= 16 and by_warps(config, device) else 1
+        paired = config.how == "paired"
+        if paired and common["DECODE"] == "hardware":
+            common["DECODE"] = "packed"
+        return common | {"TOKENS_FIRST": config.how == "wide", "PAIRED": paired}
 
     def run(
         self,

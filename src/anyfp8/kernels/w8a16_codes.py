@@ -44,6 +44,10 @@ _BF16 = tl.constexpr(
     }"""
 )
 
+# two codes in each of two 16-bit words: bytes 0 and 2 are the even ones
+_PAIRS_FP16 = tl.constexpr(_FP16.value.replace("0x9180", "0xA280").replace("0xB3A2", "0xB391"))
+_PAIRS_BF16 = tl.constexpr(_BF16.value.replace("0x9180", "0xA280").replace("0xB3A2", "0xB391"))
+
 
 @triton.jit
 def decode_to(codes, DTYPE: tl.constexpr, DECODE: tl.constexpr):
@@ -68,6 +72,23 @@ def decode_to(codes, DTYPE: tl.constexpr, DECODE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             _BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def decode_pairs(codes, DTYPE: tl.constexpr, DECODE: tl.constexpr):
+    """[...] int16 of two codes -> DTYPE of the even ones, and of the odd ones; never "hardware"."""
+    if DECODE != "packed":
+        even = decode_to((codes & 0xFF).to(tl.uint8), DTYPE, DECODE)
+        odd = decode_to(((codes >> 8) & 0xFF).to(tl.uint8), DTYPE, DECODE)
+        return even, odd
+    elif DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            _PAIRS_FP16, "=r,=r,r", [codes], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _PAIRS_BF16, "=r,=r,r", [codes], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
 
 

@@ -5,14 +5,16 @@ a narrow tile and decoded values need not pass through shared memory. TOKENS_FIR
 for Hopper's instruction of four warps: its tall side takes 64 tokens, and reads decoded weights
 from shared memory without waiting for each. PARTS of 2 halves the tile's tokens into two products
 of one decoded weight, because a tile nearly square makes Triton decode every weight in two warps.
-Split-K parts are summed in a fixed order by a second kernel.
+PAIRED reads two codes as one 16-bit word and multiplies even and odd columns apart: Triton then
+loads the weight for Hopper's instruction by whole matrices, where it takes single bytes as 16-bit
+loads. Split-K parts are summed in a fixed order by a second kernel.
 """
 
 import triton
 import triton.language as tl
 
 from anyfp8.kernels.operand import tile_of
-from anyfp8.kernels.w8a16_codes import decode_to, undo
+from anyfp8.kernels.w8a16_codes import decode_pairs, decode_to, undo
 
 
 @triton.jit
@@ -42,6 +44,18 @@ def _product(
         return acc + tl.dot(w, x.T) * scale[:, None]
     else:
         return tl.dot(w, x.T, acc)
+
+
+@triton.jit
+def _paired_product(acc, x, even, odd, scale, DECODE: tl.constexpr, SCALED: tl.constexpr):
+    if DECODE == "fp32":
+        x = x.to(tl.float32)
+    left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    if SCALED:
+        part = tl.dot(odd, right.T, tl.dot(even, left.T))
+        return acc + part * scale[:, None]
+    else:
+        return tl.dot(odd, right.T, tl.dot(even, left.T, acc))
 
 
 @triton.jit
@@ -106,6 +120,7 @@ def w8a16_plain(
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TOKENS: tl.constexpr = BLOCK_M // PARTS
@@ -120,7 +135,12 @@ def w8a16_plain(
     ks = tl.arange(0, BLOCK_K)
     # lanes past the edge of N read row 0 and are not stored; int64: N · K can pass 2^31
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    w = w_ptr + w_rows[:, None] * stride_wn + (first + ks)[None, :]
+    if PAIRED:
+        words = tl.arange(0, BLOCK_K // 2)
+        w = w_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        w += w_rows[:, None] * (stride_wn // 2) + (first // 2 + words)[None, :]
+    else:
+        w = w_ptr + w_rows[:, None] * stride_wn + (first + ks)[None, :]
     x = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + (first + ks)[None, :]
     sw = sw_ptr + w_rows // SW_ROWS * stride_swn
     scale = tl.load(sw)
@@ -133,21 +153,24 @@ def w8a16_plain(
         acc2 = acc
     for k in range(first, last, BLOCK_K):
         left = K - k
-        if EVEN_K:
-            codes = tl.load(w)
-        else:
-            codes = tl.load(w, mask=ks[None, :] < left, other=0)
         if SCALE_IN_LOOP:
             scale = tl.load(sw + k // SW_GROUP * stride_swk)
-        values = decode_to(codes, DTYPE, DECODE)
         tokens = _tokens(x, rows, ks, M, left, EVEN_K)
-        acc = _product(acc, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
-        if PARTS > 1:
-            at = x + tl.cast(TOKENS, tl.int64) * stride_xm
-            tokens = _tokens(at, more, ks, M, left, EVEN_K)
-            acc2 = _product(acc2, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
+        if PAIRED:
+            codes = tl.load(w) if EVEN_K else tl.load(w, mask=2 * words[None, :] < left, other=0)
+            even, odd = decode_pairs(codes, DTYPE, DECODE)
+            acc = _paired_product(acc, tokens, even, odd, scale, DECODE, SCALE_IN_LOOP)
+            w += BLOCK_K // 2
+        else:
+            codes = tl.load(w) if EVEN_K else tl.load(w, mask=ks[None, :] < left, other=0)
+            values = decode_to(codes, DTYPE, DECODE)
+            acc = _product(acc, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
+            if PARTS > 1:
+                at = x + tl.cast(TOKENS, tl.int64) * stride_xm
+                tokens = _tokens(at, more, ks, M, left, EVEN_K)
+                acc2 = _product(acc2, tokens, values, scale, DECODE, SCALE_IN_LOOP, TOKENS_FIRST)
+            w += BLOCK_K
         x += BLOCK_K
-        w += BLOCK_K
 
     acc = undo(acc, DTYPE, DECODE)
     if TOKENS_FIRST:
