@@ -65,3 +65,11 @@ def test_times_pair_up_within_their_round():
     a = Timing(2.0, 2.0, 2.0, (2.0, 8.0, 2.2), 64)
     b = Timing(1.0, 1.0, 1.0, (1.0, 4.0, 2.0), 64)
     assert bench._paired(a, b) == 2.0
+
+
+def test_buffers_leave_the_l2_cold_or_stay_in_it():
+    l2 = 60 << 20
+    for m, k in ((1, 4096), (16, 12288), (64, 12288), (256, 4096), (256, 12288), (8192, 12288)):
+        moved = 3 * m * k
+        together = moved * bench.buffers_for(moved, l2)
+        assert together >= 4 * l2 or together <= max(l2 // 4, 2 * moved)

@@ -2,10 +2,11 @@
 
 Each cell (kind, K, M) is one race: ours, ours with NaN replaced, a copy kernel that moves the same
 bytes, an empty kernel, and every peer that loads. Ours is checked against the reference on the same
-random data first, or there is no number. Buffers rotate through four times the L2, 64 at most:
-below M ≈ 256 they stay warm there, as activations do in a model. A peer that allocates its outputs
-(marked *) writes the same memory in every call of the graph, hot in L2: it races our call without
-`out`, which does the same. What is measured is handed on at once, so that a stop loses no cell.
+random data first, or there is no number. Buffers rotate through four times the L2; where 64 do not
+fill it, through a quarter of it, so that they stay warm there as activations do in a model. A peer
+that allocates its outputs (marked *) writes the same memory in every call of the graph, hot in L2:
+it races our call without `out`, which does the same. What is measured is handed on at once, so that
+a stop loses no cell.
 """
 
 from __future__ import annotations
@@ -136,6 +137,14 @@ def _copy_calls(xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor]) -> dict[
     }
 
 
+def buffers_for(moved: int, l2: int) -> int:
+    """As many as leave the L2 cold, or few enough to stay there: nothing in between is stable."""
+    copies = timing.buffers_for(moved, l2)
+    if copies * moved >= timing.COLD_FACTOR * l2:
+        return copies
+    return max(2, min(timing.MAX_BUFFERS, l2 // (4 * moved)))
+
+
 def measure(kind: str, k: int, m: int, peers: Sequence[Peer], runs: int, rounds: int) -> Cell:
     """Race one cell.
 
@@ -155,7 +164,7 @@ def measure(kind: str, k: int, m: int, peers: Sequence[Peer], runs: int, rounds:
     l2 = torch.cuda.get_device_properties(x.device).L2_cache_size
     scale_bytes = 4 * m * (1 if kind == "token" else k // GROUP)
     moved = 3 * m * k + scale_bytes
-    copies = timing.buffers_for(moved, l2)
+    copies = buffers_for(moved, l2)
     xs = [x] + [torch.randn_like(x) for _ in range(copies - 1)]
     qs = [torch.empty(m, k, device="cuda", dtype=torch.uint8) for _ in xs]
     ss = [_empty_scale(kind, m, k) for _ in xs]
