@@ -1,11 +1,16 @@
 """A replay launches what the first call launched, on its own tensors and its own scratch."""
 
+import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from anyfp8.launcher import runner_of
 from anyfp8.replay import _Watch, pointers_of, replay_of
+
+FREED = []
 
 
 class Runner:
@@ -20,6 +25,17 @@ class Runner:
 def stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     # tensors here lie on the CPU, whose number is -1
+    allocated = iter(range(1 << 20, 1 << 30, 1 << 20))
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_cudaCachingAllocator_raw_alloc",
+        lambda size, stream: next(allocated),
+        raising=False,
+    )
+    monkeypatch.setattr(
+        torch._C, "_cuda_cudaCachingAllocator_raw_delete", FREED.append, raising=False
+    )
+    FREED.clear()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
 
 
@@ -36,12 +52,15 @@ def test_two_launches_share_new_scratch_and_take_new_tensors():
     out = torch.zeros(4, 16)
     replay([111, 222], out)
     replay([333, 222], out)
-    ((a, stream_a), (b, _)), ((c, stream_c), _) = first.calls, second.calls
+    (a, stream_a), (c, stream_c) = first.calls
+    (b, _), (d, _) = second.calls
     assert stream_a == stream_c == 77
     assert (a[0], a[2:]) == (111, (4, None))
-    assert b[0] == 333
-    assert c == (a[1], 222, out.data_ptr(), 8, True)
-    assert a[1] not in (scratch.data_ptr(), x.data_ptr())
+    assert c[0] == 333
+    assert b == (a[1], 222, out.data_ptr(), 8, True)
+    assert a[1] not in (scratch.data_ptr(), x.data_ptr(), c[0])
+    # given back, each its own
+    assert [b[0], d[0]] == FREED == [a[1], c[1]]
 
 
 def test_launches_are_made_with_their_own_gpu_current(monkeypatch):
@@ -104,3 +123,57 @@ def test_torch_at_work_between_launches_is_seen():
         with _Watch() as watch:
             work()
         assert watch.computed
+
+
+class Compiled:
+    """A kernel that Triton 3.6 compiled, with its C launcher."""
+
+    packed_metadata, function = (4, 1, 0), 99
+
+    def __init__(self):
+        self.launched, self.hooked = [], []
+        CudaLauncher = type("CudaLauncher", (), {})
+        self.run = CudaLauncher()
+        self.run.launch = lambda *arguments: self.launched.append(arguments)
+        self.run.global_scratch_size = self.run.profile_scratch_size = 0
+        self.run.launch_cooperative_grid = self.run.launch_pdl = False
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream: self.hooked.append((grid, arguments, stream))
+
+
+def test_launches_go_past_tritons_hooks_while_there_are_none(monkeypatch):
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]))
+    triton = SimpleNamespace(knobs=SimpleNamespace(runtime=hooks), __version__="3.6.0")
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    compiled = Compiled()
+    runner = runner_of(compiled, (2, 3, 1))
+    x, y = tensors((4, 8), (4, 8))
+    replay = replay_of([(runner, (x, y, 5, None))], [x], y)
+    fixed = (99, False, False, None, None, (4, 1, 0), None, None, None)
+    runner(11, 12, 5, None, stream=77)
+    replay([13], y)
+    first, second = compiled.launched
+    assert first == (2, 3, 1, 77, *fixed, 11, 12, 5, None)
+    assert second == (2, 3, 1, 77, *fixed, 13, y.data_ptr(), 5, None)
+    # a profiler came
+    hooks.launch_enter_hook.calls.append(print)
+    runner(11, 12, 5, None, stream=77)
+    replay([13], y)
+    assert len(compiled.launched) == 2
+    assert compiled.hooked == [
+        ((2, 3, 1), (11, 12, 5, None), 77),
+        ((2, 3, 1), (13, y.data_ptr(), 5, None), 77),
+    ]
+
+
+def test_other_versions_launch_through_tritons_launcher(monkeypatch):
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]))
+    triton = SimpleNamespace(knobs=SimpleNamespace(runtime=hooks), __version__="3.7.1")
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    compiled, seen = Compiled(), []
+    compiled.run = lambda *arguments: seen.append(arguments)
+    runner = runner_of(compiled, (2, 1, 1))
+    x, y = tensors((4, 8), (4, 8))
+    replay_of([(runner, (x, y, 5))], [x], y)([13], y)
+    assert seen == [(2, 1, 1, 77, 99, (4, 1, 0), None, None, None, 13, y.data_ptr(), 5)]

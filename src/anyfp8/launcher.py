@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -123,46 +124,70 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(what: str, got: str) -> None:
+    """Raises DeviceError inside a CUDA graph's capture. `what` reads "a layer is prepared"."""
+    if capturing():
+        raise DeviceError(
+            f"{what} before a CUDA graph is captured, not inside",
+            got=got,
+            want="a call before the capture",
+            hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
+        )
+
+
 def runner_of(compiled: Any, grid: tuple[int, ...]) -> Runner:
     """runner(*arguments, stream=…) of a compiled kernel: pointers as integers, constants included.
 
     Triton's own `compiled[grid]` builds what its launch hooks want to know before each launch. It
-    is asked only while hooks (a profiler's) are set, and where its launcher is not the known one.
+    is asked only while hooks (a profiler's) are set.
     """
     hooked = compiled[grid]
     if not hasattr(compiled, "packed_metadata"):
         return hooked
     knobs = sys.modules["triton"].knobs.runtime
     x, y, z = grid
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    launch, rest = _launch_of(compiled)
 
     def runner(*arguments: Any, stream: int) -> None:
-        hooks = knobs.launch_enter_hook
-        if hooks is not None and getattr(hooks, "calls", True):
-            hooked(*arguments, stream=stream)
-        else:
-            run(x, y, z, stream, function, packed, None, None, None, *arguments)
-
-    launch = _c_launcher(run)
-    if launch is None:
-        return runner
-    head = (bool(run.launch_cooperative_grid), bool(run.launch_pdl), None, None, packed)
-
-    def direct(*arguments: Any, stream: int) -> None:
         if knobs.launch_enter_hook.calls:
             hooked(*arguments, stream=stream)
         else:
-            launch(x, y, z, stream, function, *head, None, None, None, *arguments)
+            launch(x, y, z, stream, *rest, *arguments)
 
-    return direct
+    setattr(runner, _FLAT, Flat(launch, grid, rest, knobs))
+    return runner
 
 
-def _c_launcher(run: Any) -> Callable[..., None] | None:
-    """Triton 3.6's C function behind its launcher, where it needs no scratch memory."""
-    if not sys.modules["triton"].__version__.startswith("3.6."):
-        return None
+@dataclass(frozen=True)
+class Flat:
+    """What a runner does while Triton's `knobs` have no hooks.
+
+    launch(*grid, stream, *rest, *arguments).
+    """
+
+    launch: Callable[..., None]
+    grid: tuple[int, ...]
+    rest: tuple[Any, ...]
+    knobs: Any
+
+
+_FLAT = "anyfp8_flat"
+
+
+def flat_of(runner: Runner) -> Flat | None:
+    """The parts of a runner; None where it is not of a kernel that Triton compiled."""
+    return getattr(runner, _FLAT, None)
+
+
+def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """(launch, rest): Triton 3.6's C function where it needs no scratch, else Triton's launcher."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     sizes = (getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
-    return run.launch if type(run).__name__ == "CudaLauncher" and not any(sizes) else None
+    known = sys.modules["triton"].__version__.startswith("3.6.")
+    if known and type(run).__name__ == "CudaLauncher" and not any(sizes):
+        flags = (bool(run.launch_cooperative_grid), bool(run.launch_pdl))
+        return run.launch, (function, *flags, None, None, packed, None, None, None)
+    return run, (function, packed, None, None, None)
 
 
 # a started kernel: runner(*arguments) starts it again; None where only Triton can

@@ -1,8 +1,8 @@
 """Replay: the launches of a call, made again on other tensors; nothing is decided twice.
 
 What a call launched the first time (which compiled kernels, with which arguments, on how much
-scratch memory) is all of it where the call consists of our kernels only. A repeat allocates, puts
-pointers in and launches.
+scratch memory) is all of it where the call consists of our kernels only. A repeat puts pointers in
+and launches.
 
 The surprise: scratch is allocated by each repeat, from the caching allocator. A buffer that is kept
 would be shared by two streams, or freed under a CUDA graph.
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyfp8.launcher import Runner, Started, recording
+from anyfp8.launcher import Runner, Started, flat_of, recording
 
 # with more rows the GPU is busy for longer than a full path takes; and prompts have any length
-MAX_ROWS = 1024
+MAX_ROWS = 512
 
 # what a scratch tensor's address is a multiple of; the caching allocator's blocks are too
 _ALIGNED = 256
@@ -36,41 +35,107 @@ _HARMLESS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An argument that is the address of an input, or of y after them."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """An argument that is an address so many bytes into the scratch."""
+
+    offset: int
+
+
+Step = tuple[Runner, tuple[Any, ...]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """What to do for a call.
 
     Attributes:
-        like: an empty uint8 tensor on the GPU, which scratch is allocated like.
-        scratch: bytes. offsets: of the scratch tensors in it.
-        constants: of every launch.
-        steps: (runner, arguments out of stream-less pool: inputs, y, scratch, constants).
+        device: index of the GPU. like: an empty tensor there, of y's dtype.
+        scratch: bytes.
+        steps: runners with their arguments: `Given`, `Scratch` and constants.
+        written: all steps past Triton's hooks: written(stream, scratch, y, *inputs); or None.
+        knobs: Triton's, which say whether there are hooks.
     """
 
+    device: int
     like: torch.Tensor
     scratch: int
-    offsets: tuple[int, ...]
-    constants: tuple[Any, ...]
-    steps: tuple[tuple[Runner, itemgetter[Any]], ...]
-    device: int
+    steps: tuple[Step, ...]
+    written: Callable[..., None] | None
+    knobs: Any
 
     def __call__(self, pointers: Sequence[int], y: torch.Tensor) -> None:
         """Launch with the inputs at `pointers`, into y, on the GPU of them all."""
-        if self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
+        device = self.device
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
                 self(pointers, y)
             return
-        if self.scratch:
-            # referenced until the last launch; then the stream's order protects it
-            memory = self.like.new_empty(self.scratch)
-            base = memory.data_ptr()
-            where = [base + offset for offset in self.offsets]
-            pool = (*pointers, y.data_ptr(), *where, *self.constants)
-        else:
-            pool = (*pointers, y.data_ptr(), *self.constants)
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        written = self.written
+        if written is None or self.knobs.launch_enter_hook.calls:
+            written = self._one_by_one
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if not self.scratch:
+            written(stream, 0, y.data_ptr(), *pointers)
+            return
+        # no tensor: making one takes longer than the memory. Given back before the kernels have
+        # run, it goes to work that comes after them on this stream
+        scratch = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.scratch, stream)
+        try:
+            written(stream, scratch, y.data_ptr(), *pointers)
+        finally:
+            torch._C._cuda_cudaCachingAllocator_raw_delete(scratch)
+
+    def _one_by_one(self, stream: int, scratch: int, y: int, *inputs: int) -> None:
+        given = (*inputs, y)
         for runner, arguments in self.steps:
-            runner(*arguments(pool), stream=stream)
+            values = (
+                given[a.number]
+                if isinstance(a, Given)
+                else scratch + a.offset
+                if isinstance(a, Scratch)
+                else a
+                for a in arguments
+            )
+            runner(*values, stream=stream)
+
+
+def _written(steps: Sequence[Step], inputs: int) -> tuple[Callable[..., None] | None, Any]:
+    """The steps as one Python function, and Triton's knobs; None where a runner has no parts.
+
+    Put together at each call, two kernels' seventy arguments take as long as half a launch.
+    """
+    names = [f"p{number}" for number in range(inputs)]
+    lines = [f"def written({', '.join(('stream', 'scratch', 'y', *names))}):"]
+    known: dict[str, Any] = {}
+    knobs = None
+
+    def word(argument: Any) -> str:
+        if isinstance(argument, Given):
+            return (*names, "y")[argument.number]
+        if isinstance(argument, Scratch):
+            return f"scratch + {argument.offset}"
+        if argument is None or type(argument) in (bool, int):
+            return repr(argument)
+        known[f"c{len(known)}"] = argument
+        return f"c{len(known) - 1}"
+
+    for runner, arguments in steps:
+        flat = flat_of(runner)
+        if flat is None:
+            return None, None
+        knobs = flat.knobs
+        words = [*map(word, flat.grid), "stream", *map(word, (*flat.rest, *arguments))]
+        lines.append(f"    {word(flat.launch)}({', '.join(words)})")
+    exec("\n".join(lines), known)
+    return known["written"], knobs
 
 
 class _Watch(TorchDispatchMode):
@@ -119,46 +184,31 @@ def replay_of(
 ) -> Replay | None:
     """How to repeat launches; None where one took part of a tensor, or not every input was read."""
     given = [*inputs, y]
-    numbers = {t.data_ptr(): number for number, t in enumerate(given)}
+    places: dict[int, Any] = {t.data_ptr(): Given(number) for number, t in enumerate(given)}
     own = {t.untyped_storage().data_ptr() for t in given}
-    if not started or len(numbers) < len(given):
+    if not started or len(places) < len(given):
         return None
-    offsets: list[int] = []
     size = 0
-    launches: list[tuple[Runner, list[int | _Constant]]] = []
-    constants: list[Any] = []
-    used: set[int] = set()
+    steps: list[Step] = []
     for runner, arguments in started:
         if runner is None:
             return None
-        places: list[int | _Constant] = []
+        found: list[Any] = []
         for argument in arguments:
             if not isinstance(argument, torch.Tensor):
-                places.append(_Constant(len(constants)))
-                constants.append(argument)
+                found.append(argument)
                 continue
             at = argument.data_ptr()
-            if at not in numbers:
+            if at not in places:
                 storage = argument.untyped_storage()
                 if storage.data_ptr() in own or storage.data_ptr() != at:
                     return None
-                numbers[at] = len(numbers)
-                offsets.append(size)
+                places[at] = Scratch(size)
                 size += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
-            places.append(numbers[at])
-            used.add(numbers[at])
-        launches.append((runner, places))
-    if not used.issuperset(range(len(given))):
+            found.append(places[at])
+        steps.append((runner, tuple(found)))
+    used = {a.number for _, arguments in steps for a in arguments if isinstance(a, Given)}
+    if len(used) < len(given):
         return None
-    before = len(numbers)
-    steps = tuple(
-        (runner, itemgetter(*(p.number + before if isinstance(p, _Constant) else p for p in at)))
-        for runner, at in launches
-    )
-    like = y.new_empty(0, dtype=torch.uint8)
-    return Replay(like, size, tuple(offsets), tuple(constants), steps, y.get_device())
-
-
-@dataclass(frozen=True)
-class _Constant:
-    number: int
+    written, knobs = _written(steps, len(inputs))
+    return Replay(y.get_device(), y.new_empty(0), size, tuple(steps), written, knobs)

@@ -16,6 +16,7 @@ from anyfp8.gemm.launch import Launch, start
 from anyfp8.launcher import recording
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import QTensor, Scheme
+from anyfp8.replay import replay_of
 from anyfp8.select import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf]
@@ -60,10 +61,13 @@ def medians():
             gemm.backend("triton_row").run(
                 xq, prepared, plan.problem_at(M), plan.choice(M).config, out=y
             )
-        ((runner, arguments),) = started
-        pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        stream = torch.cuda.current_stream().cuda_stream
-        found["launch"] = host_us(lambda: runner(*pointers, stream=stream))
+        inputs = [xq.codes, *prepared.stored, xq.scale]
+        replay = replay_of(started, inputs, y)
+        pointers = [t.data_ptr() for t in inputs]
+        stream, at = torch.cuda.current_stream().cuda_stream, y.data_ptr()
+        # a compiled kernel and its arguments
+        found["launch"] = host_us(lambda: replay.written(stream, 0, at, *pointers))
+        found["launch on the current stream"] = host_us(lambda: replay(pointers, y))
         launch = _launch_of(xq, prepared, plan, y)
         found["launch found by form"] = host_us(lambda: start(launch))
         found["product, output given"] = host_us(lambda: plan.run(xq, prepared, out=y))
@@ -76,7 +80,7 @@ def medians():
         found["torch bf16 linear"] = host_us(
             lambda w=torch.randn(N, K, device="cuda").bfloat16(): torch.nn.functional.linear(x, w)
         )
-        found["torch.empty of the output"] = host_us(lambda: x.new_empty((M, N)))
+        found["allocating the output"] = host_us(lambda: x.new_empty((M, N)))
         if FOLDER and (Path(FOLDER) / "sglC.so").exists():
             found |= _sglang(x, xq, prepared, y)
     print()

@@ -7,7 +7,7 @@ import anyfp8
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError, InputError
 from anyfp8.linear import Fp8Linear, convert
-from anyfp8.linear.calls import replayed
+from anyfp8.linear.calls import find
 from anyfp8.linear.plans import plan_for, plan_of
 from anyfp8.linear.warm import launches_of
 from anyfp8.problem import Scheme
@@ -19,9 +19,8 @@ SCHEMES = (ROW, "w8a8-block128x128-group128", "w8a8-tensor-static", "w8a16-chann
 
 @pytest.fixture
 def in_capture(monkeypatch):
-    for module in ("launcher", "linear.calls", "linear.layer", "linear.plans", "linear.warm"):
+    for module in ("launcher", "linear.calls"):
         monkeypatch.setattr(f"anyfp8.{module}.capturing", lambda: True)
-    monkeypatch.setattr("anyfp8.gemm.probe.capturing", lambda: True)
 
 
 def model_of():
@@ -124,12 +123,12 @@ class OnGpu:
 
 def test_a_first_m_in_a_capture_names_the_call_to_make(in_capture):
     with pytest.raises(DeviceError) as raised:
-        replayed("linear|w8a8-channel-token|1x96x64|x|{}", OnGpu(3, 8, 64), [], None, None)
+        find("linear|w8a8-channel-token|1x96x64|x|{}", OnGpu(3, 8, 64))
     assert "M=24" in raised.value.got
     assert "{" not in raised.value.got
     assert raised.value.hint == "anyfp8.warmup(model, ms=[24]) before torch.cuda.graph"
     # no rows, no launch
-    assert replayed("linear", OnGpu(0, 64), [], None, None) is None
+    assert find("linear", OnGpu(0, 64)) is None
 
 
 def test_nothing_is_prepared_placed_or_warmed_in_a_capture(in_capture):
@@ -145,7 +144,7 @@ def test_what_a_capture_refused_to_place_is_placed_afterwards(monkeypatch):
     layer = Fp8Linear(64, 112, Scheme.parse(ROW))
     layer.ask()
     with monkeypatch.context() as patch:
-        patch.setattr("anyfp8.linear.plans.capturing", lambda: True)
+        patch.setattr("anyfp8.launcher.capturing", lambda: True)
         with pytest.raises(DeviceError, match="placed before"):
             plan_of(layer.key, layer.device)
     assert plan_of(layer.key, layer.device).choice(1).backend == "dequant"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -62,6 +63,11 @@ class PreparedWeight:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is kept, by name; a module registers these as buffers and moves them."""
         raise NotImplementedError
+
+    @cached_property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """`tensors()` without their names, in order."""
+        return tuple(self.tensors().values())
 
     def replaced(self, tensors: dict[str, torch.Tensor]) -> PreparedWeight:
         """The same weight on other storage (another device, shared memory)."""

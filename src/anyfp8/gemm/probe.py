@@ -23,9 +23,8 @@ import torch
 
 from anyfp8 import env, reference
 from anyfp8.device import current_device
-from anyfp8.errors import DeviceError
 from anyfp8.gemm.base import Backend
-from anyfp8.launcher import capturing
+from anyfp8.launcher import refuse_capture
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
 log = logging.getLogger(__name__)
@@ -52,13 +51,7 @@ def judged(backend: Backend, problem: Problem) -> str | None:
         DeviceError: inside a CUDA graph's capture, where a trial would fail whatever the backend.
         torch.OutOfMemoryError: says nothing about the backend.
     """
-    if capturing():
-        raise DeviceError(
-            f"{backend.name} cannot be tried while a CUDA graph is captured",
-            got=f"a first call for {problem.key}",
-            want="a call before the capture",
-            hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
-        )
+    refuse_capture(f"{backend.name} is tried", f"a first call for {problem.key}")
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _judged(backend, index, replace(problem, m=64, n=256, k=640))
 

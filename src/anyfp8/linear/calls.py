@@ -31,7 +31,7 @@ class Call:
     """What is known of the calls of a layer with M rows on a GPU.
 
     Attributes:
-        layout: of the stored weight that it is for.
+        device: index of the GPU. layout: of the stored weight that it is for.
         scaled: whether the activation scale is read.
         replay: None where a backend does more than launch kernels of ours, where there are many
             rows, or where it is not `settled`.
@@ -41,10 +41,52 @@ class Call:
     n: int
     k: int
     dtype: torch.dtype
+    device: int
     layout: str
     scaled: bool
     replay: Replay | None
     settled: bool
+
+    def again(
+        self,
+        x: torch.Tensor,
+        weight: Sequence[int],
+        bias: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """y [..., N] by the same launches for M rows; None where this x needs the full path.
+
+        Args:
+            weight: `pointers_of` it.
+        """
+        shape, replay = x.shape, self.replay
+        if (
+            replay is None
+            or shape[-1] != self.k
+            or x.dtype is not self.dtype
+            or x.get_device() != self.device
+            or not x.is_contiguous()
+            or _redirected()
+        ):
+            return None
+        low = x.data_ptr()
+        pointers = [low, *weight]
+        for tensor in (bias, input_scale if self.scaled else None):
+            if tensor is not None:
+                pointer = tensor.data_ptr()
+                low |= pointer
+                pointers.append(pointer)
+                if tensor.get_device() != self.device:
+                    return None
+        if low & 15:
+            return None
+        # numbers are parsed faster than a tuple of them
+        if len(shape) == 2:
+            y = x.new_empty(shape[0], self.n)
+        else:
+            y = x.new_empty((*shape[:-1], self.n))
+        replay(pointers, y)
+        return y
 
 
 _calls: dict[tuple[str, int, int], Call] = {}
@@ -55,59 +97,28 @@ def forget() -> None:
     _calls.clear()
 
 
-def replayed(
-    layer: str,
-    x: torch.Tensor,
-    weight: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    layout: str | None = None,
-) -> torch.Tensor | None:
-    """y [..., N] by the launches of an earlier call; None where the full path has to be taken.
+def find(layer: str, x: torch.Tensor) -> Call | None:
+    """What is known of a layer's calls with as many rows on x's GPU.
 
     Args:
-        layer: its key. weight: as stored. layout: of it, where the caller knows.
+        layer: its key.
 
     Raises:
-        DeviceError: a first call with so many rows inside a CUDA graph's capture.
+        DeviceError: nothing, inside a CUDA graph's capture.
     """
-    device = x.get_device()
-    if device < 0:
+    device, shape = x.get_device(), x.shape
+    if device < 0 or not shape or not shape[-1]:
         return None
-    shape = x.shape
-    m = x.numel() // shape[-1] if shape and shape[-1] else 0
+    m = x.numel() // shape[-1]
     call = _calls.get((layer, m, device))
-    if call is None:
-        if m and capturing():
-            raise DeviceError(
-                "this layer has not run with so many rows before the capture of a CUDA graph",
-                got=f"M={m} for {layer.partition('|{')[0]} on cuda:{device}",
-                want="a call with as many rows before the capture: it may try, compile and tune",
-                hint=f"anyfp8.warmup(model, ms=[{m}]) before torch.cuda.graph",
-            )
-        return None
-    replay = call.replay
-    if (
-        replay is None
-        or shape[-1] != call.k
-        or x.dtype is not call.dtype
-        or (layout is not None and layout != call.layout)
-        or not x.is_contiguous()
-        or _redirected()
-    ):
-        return None
-    inputs = [x, *weight]
-    if bias is not None:
-        inputs.append(bias)
-    if call.scaled:
-        assert input_scale is not None
-        inputs.append(input_scale)
-    pointers = pointers_of(inputs, device)
-    if pointers is None:
-        return None
-    y = x.new_empty((*shape[:-1], call.n))
-    replay(pointers, y)
-    return y
+    if call is None and m and capturing():
+        raise DeviceError(
+            "this layer has not run with so many rows before the capture of a CUDA graph",
+            got=f"M={m} for {layer.partition('|{')[0]} on cuda:{device}",
+            want="a call with as many rows before the capture: it may try, compile and tune",
+            hint=f"anyfp8.warmup(model, ms=[{m}]) before torch.cuda.graph",
+        )
+    return call
 
 
 def in_full(
@@ -118,7 +129,7 @@ def in_full(
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """y [..., N] by the full path; on a GPU it is recorded for `replayed`.
+    """y [..., N] by the full path; on a GPU it is recorded for `find`.
 
     Raises:
         InputError: as `linear`.
@@ -152,7 +163,7 @@ def _recorded(
     settled = placed and not _redirected()
     y, replay = first(call, inputs) if settled and m <= MAX_ROWS else (call(), None)
     _calls[layer, m, x.get_device()] = Call(
-        p.n, p.k, x.dtype, prepared.layout, scaled, replay, settled
+        p.n, p.k, x.dtype, x.get_device(), prepared.layout, scaled, replay, settled
     )
     return y
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from anyfp8.errors import DeviceError, InputError
+from anyfp8.errors import InputError
 from anyfp8.gemm.base import PreparedWeight
-from anyfp8.launcher import capturing
-from anyfp8.linear.calls import in_full, replayed
+from anyfp8.launcher import refuse_capture
+from anyfp8.linear.calls import Call, find, in_full
 from anyfp8.linear.op import traced_linear
 from anyfp8.linear.plans import PREPARED, facts_of, plan_of
 from anyfp8.problem import DTYPE_NAMES, QTensor, Scheme
+from anyfp8.replay import pointers_of
 from anyfp8.select import Plan, Request
 
 _CANONICAL = ("weight", "weight_scale")
@@ -72,6 +73,8 @@ class Fp8Linear(torch.nn.Module):
         self._prepared: PreparedWeight | None = None
         self._stored: list[torch.Tensor] = []
         self._keys: dict[torch.dtype, str] = {}
+        # elements of x -> how such a call is made again, with the weight's addresses
+        self._known: dict[int, tuple[Call, list[int]]] = {}
         self._asked = self.request
         shape = scheme.weight_scale_shape(out_features, in_features)
         codes = torch.zeros(out_features, in_features, dtype=torch.uint8, device=device)
@@ -177,6 +180,7 @@ class Fp8Linear(torch.nn.Module):
             input_scale = _positive("input_scale", input_scale).reshape(())
         old = (self._prepared, dict(self._parameters), dict(self._buffers))
         self._prepared = None
+        self._known.clear()
         self._set("weight", weight.codes.view(torch.float8_e4m3fn))
         self._set("weight_scale", scale)
         self._set("input_scale", input_scale)
@@ -213,6 +217,7 @@ class Fp8Linear(torch.nn.Module):
         """Read the environment: at preparation, and again when `replan` says so."""
         self._asked = self.request.with_environment()
         self._keys.clear()
+        self._known.clear()
         for x_dtype in DTYPE_NAMES:
             # now, because a traced call must not come here for the first time
             self._key(x_dtype)
@@ -227,13 +232,7 @@ class Fp8Linear(torch.nn.Module):
         """
         if self._prepared is not None:
             return
-        if capturing():
-            raise DeviceError(
-                "a layer is prepared before a CUDA graph is captured, not inside",
-                got="a first call",
-                want="prepare(), or a call, before the capture",
-                hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
-            )
+        refuse_capture("a layer is prepared", "a first call")
         self.ask()
         PREPARED.add(self)
         if self.device.type == "meta":
@@ -258,6 +257,7 @@ class Fp8Linear(torch.nn.Module):
             self._set("weight", canonical.data)
             self._set("weight_scale", canonical.scale)
         self._stored = []
+        self._known.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x · Wᵀ + bias: [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype."""
@@ -266,21 +266,32 @@ class Fp8Linear(torch.nn.Module):
                 raise RuntimeError("call prepare() on this layer before torch.compile traces it")
             self.prepare()
         bias, input_scale = self._parameters["bias"], self._parameters["input_scale"]
-        key = self._key(x.dtype)
         if torch.compiler.is_compiling():
-            return traced_linear(x, self._stored, bias, input_scale, key)
-        prepared = self._prepared
+            return traced_linear(x, self._stored, bias, input_scale, self._key(x.dtype))
+        known = self._known.get(x.numel())
+        y = None if known is None else known[0].again(x, known[1], bias, input_scale)
+        return self._called(x, bias, input_scale) if y is None else y
+
+    def _called(
+        self, x: torch.Tensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A first call of this layer with so many rows, or one that nothing can repeat."""
+        key, prepared = self._key(x.dtype), self._prepared
+        call, plan = find(key, x), self.plan(x.dtype)
         assert prepared is not None
-        y = replayed(key, x, self._stored, bias, input_scale, prepared.layout)
-        if y is not None:
-            return y
-        plan = self.plan(x.dtype)
         if plan.layout != prepared.layout:
             # planned again since, and the new plan stores the weight differently
             self.unprepare()
             self.prepare()
             prepared = self._prepared
             assert prepared is not None
+        if call is not None and call.replay is not None and call.layout == plan.layout:
+            where = pointers_of(self._stored, call.device)
+            if where is not None:
+                self._known[x.numel()] = call, where
+                y = call.again(x, where, bias, input_scale)
+                if y is not None:
+                    return y
         return in_full(key, plan, prepared, x, bias, input_scale)
 
     def extra_repr(self) -> str:
@@ -362,7 +373,7 @@ class Fp8Linear(torch.nn.Module):
             parameters[name] = torch.nn.Parameter(getattr(self, name), requires_grad=False)
         codes = parameters["weight"].data.view(torch.uint8)
         parameters["weight"] = torch.nn.Parameter(codes, requires_grad=False)
-        asleep = {"_stored": [], "_prepared": None, "_parameters": parameters}
+        asleep = {"_stored": [], "_prepared": None, "_parameters": parameters, "_known": {}}
         return state | asleep | {"_wakes_prepared": self._prepared is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 
 from anyfp8.device import Device, device_of
-from anyfp8.errors import DeviceError, InputError
+from anyfp8.errors import InputError
 from anyfp8.gemm import probe
-from anyfp8.launcher import capturing
+from anyfp8.launcher import refuse_capture
 from anyfp8.linear import calls
 from anyfp8.problem import DTYPE_NAMES, DTYPES, Problem, Scheme
 from anyfp8.select import M_GRID, Plan, Request, plan
@@ -87,13 +87,7 @@ def plan_of(layer: str, device: torch.device) -> Plan:
         DeviceError: the first time inside a CUDA graph's capture, where no backend can be tried.
         And what `select.plan` raises.
     """
-    if capturing():
-        raise DeviceError(
-            "a layer is placed before a CUDA graph is captured, not inside",
-            got=f"a first call for {layer.partition('|{')[0]}",
-            want="a call before the capture",
-            hint="anyfp8.warmup(model, ms=[...]) before torch.cuda.graph",
-        )
+    refuse_capture("a layer is placed", f"a first call for {layer.partition('|{')[0]}")
     facts = LayerFacts.parse(layer)
     p = facts.problem
     x_dtype = DTYPES[p.x_dtype]

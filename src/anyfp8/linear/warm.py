@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from anyfp8.device import Device
-from anyfp8.errors import DeviceError, InputError
+from anyfp8.errors import InputError
 from anyfp8.form import counting
 from anyfp8.gemm.base import CanonicalWeight
 from anyfp8.gemm.launch import use_target as products_to
-from anyfp8.launcher import Launch, capturing
+from anyfp8.launcher import Launch, refuse_capture
 from anyfp8.linear.dispatch import quantize_activation
 from anyfp8.linear.layer import Fp8Linear
 from anyfp8.problem import DTYPES
@@ -69,13 +69,7 @@ def warmup(model: torch.nn.Module, ms: Iterable[int] = M_GRID) -> Warmed:
             want="a model with FP8 layers and numbers of rows of at least 1",
             hint="anyfp8.load or anyfp8.convert makes such a model",
         )
-    if capturing():
-        raise DeviceError(
-            "a model is warmed before a CUDA graph is captured, not inside",
-            got="warmup in a capture",
-            want="a call before torch.cuda.graph",
-            hint="move anyfp8.warmup up",
-        )
+    refuse_capture("a model is warmed", "warmup in a capture")
     start = time.monotonic()
     kinds: dict[tuple[str, torch.device], Fp8Linear] = {}
     with _counting() as counts, torch.inference_mode():

@@ -170,36 +170,47 @@ class Plan:
 
         On a GPU a product that came before is launched again, and decides nothing.
         """
-        data = x.data if isinstance(x, QTensor) else x
+        data, scale = (x.data, x.scale) if isinstance(x, QTensor) else (x, None)
         m, device = data.shape[0], data.get_device()
+        if device >= 0 and 0 < m <= MAX_ROWS:
+            # the layout of a group's scales is their strides
+            form = None if scale is None else (scale.stride(), scale.dtype)
+            key = (m, device, form, bias is None)
+            replay = self._products.get(key, _NEW)
+            pointers = None
+            inputs: list[torch.Tensor] = []
+            if replay is not None and self._is_plain(data, out):
+                inputs = [data, *prepared.stored]
+                inputs += [t for t in (scale, bias) if t is not None]
+                pointers = pointers_of(inputs, device)
+            if pointers and isinstance(replay, Replay):
+                y = replay.like.new_empty(m, self.problem.n) if out is None else out
+                replay(pointers, y)
+                return y
+            if pointers and not capturing():
+                choice, problem = self._at(m)
+                y, self._products[key] = first(
+                    lambda: choice.run(x, prepared, problem, bias, out), inputs
+                )
+                return y
         choice, problem = self._at(m)
-        ours = choice.backend.startswith("triton_")
-        if device < 0 or not ours or recorded() or redirected():
-            return choice.run(x, prepared, problem, bias, out)
-        inputs = [data, *prepared.tensors().values()]
-        # the layout of a group's scales is their strides
-        form = None
-        if isinstance(x, QTensor):
-            inputs.append(x.scale)
-            form = x.scale.shape, x.scale.stride(), x.packed
-        if bias is not None:
-            inputs.append(bias)
-        key = (m, device, form, data.dtype, bias is None)
-        replay = self._products.get(key, _NEW)
-        n, dtype = problem.n, DTYPES[problem.out_dtype]
-        fits = data.shape[1] == problem.k and data.is_contiguous()
-        fits = fits and (out is None or _is_plain(out, (m, n), dtype, device))
-        pointers = pointers_of(inputs, device) if fits else None
-        if replay is _NEW and pointers and m <= MAX_ROWS and not capturing():
-            y, self._products[key] = first(
-                lambda: choice.run(x, prepared, problem, bias, out), inputs
+        return choice.run(x, prepared, problem, bias, out)
+
+    def _is_plain(self, data: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether a product of these is launched the same way each time."""
+        if recorded() or redirected() or not data.is_contiguous():
+            return False
+        p = self.problem
+        return data.shape[1] == p.k and (
+            out is None
+            or (
+                out.shape == (data.shape[0], p.n)
+                and out.dtype is DTYPES[p.out_dtype]
+                and out.get_device() == data.get_device()
+                and out.is_contiguous()
+                and out.data_ptr() % 16 == 0
             )
-            return y
-        if not isinstance(replay, Replay) or not pointers:
-            return choice.run(x, prepared, problem, bias, out)
-        y = data.new_empty((m, n), dtype=dtype) if out is None else out
-        replay(pointers, y)
-        return y
+        )
 
     def describe(self) -> str:
         """One line per run of Ms with the same choice, for `explain` and logs."""
@@ -214,11 +225,6 @@ class Plan:
                 lines.append(f"{ms}: {choice.backend} {config} ({choice.source}) {choice.reason}")
                 start = i + 1
         return "\n".join(lines)
-
-
-def _is_plain(out: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, device: int) -> bool:
-    placed = out.get_device() == device and out.data_ptr() % 16 == 0 and out.is_contiguous()
-    return placed and out.shape == shape and out.dtype is dtype
 
 
 def _same(a: Choice, b: Choice) -> bool:
