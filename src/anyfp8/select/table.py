@@ -14,8 +14,8 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,120 +25,17 @@ from anyfp8.device import CATALOGUE, Device, find_device, sibling
 from anyfp8.errors import InputError, TableError
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.problem import Problem
+from anyfp8.select.rows import FORMAT, Header, Row, Table, nearest_m, ranked
+from anyfp8.select.rows import MARGIN as MARGIN
+from anyfp8.select.rows import winner_of as winner_of
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
-
-# a backend of ours must beat the default path by more than this to be taken
-MARGIN = 0.02
 
 # waves of tiles may grow this much faster than M before a row of a larger M serves instead
 _STRAIN = 1.2
 
-
-@dataclass(frozen=True)
-class Header:
-    """First line of a table.
-
-    Attributes:
-        device: canonical name. source: where the figures come from. date: ISO.
-        facts: sms, shared_memory, l2_bytes, bandwidth_gbs, torch, triton, driver, anyfp8, method, …
-    """
-
-    device: str
-    source: str = ""
-    date: str = ""
-    facts: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def provenance(self) -> str:
-        return ", ".join(part for part in (self.device, self.source, self.date) if part)
-
-    def to_dict(self) -> dict[str, Any]:
-        head = {"format": FORMAT, "device": self.device, "source": self.source, "date": self.date}
-        return head | dict(self.facts)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured (or imported) point.
-
-    Attributes:
-        op, scheme, x_dtype, out_dtype, accumulate, n, k, m: its key; scheme by canonical name.
-        backend: its name; of the default path the backend that it was, "" where nobody recorded it.
-        role: "ours", "default" or "peer".
-        config: of the backend, as stored; None for roles without one.
-        us: time of one call, or None for imported rows.
-        extra: fields that this version does not know; written back as they were.
-    """
-
-    scheme: str
-    n: int
-    k: int
-    m: int
-    backend: str = ""
-    role: str = "ours"
-    config: tuple[tuple[str, Any], ...] | None = None
-    us: float | None = None
-    op: str = "gemm"
-    x_dtype: str = "bf16"
-    out_dtype: str = "bf16"
-    accumulate: str = "fast"
-    extra: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two rows of one measurement share but the backend."""
-        return (*self.group, self.m)
-
-    @property
-    def group(self) -> tuple[Any, ...]:
-        x_dtype = self.x_dtype if self.op == "linear" else ""
-        return (self.op, self.scheme, x_dtype, self.out_dtype, self.accumulate, self.n, self.k)
-
-    def to_dict(self) -> dict[str, Any]:
-        names = (
-            "op",
-            "scheme",
-            "x_dtype",
-            "out_dtype",
-            "accumulate",
-            "n",
-            "k",
-            "m",
-            "backend",
-            "role",
-        )
-        row: dict[str, Any] = {name: getattr(self, name) for name in names}
-        row["config"] = None if self.config is None else dict(self.config)
-        row["us"] = self.us
-        return row | dict(self.extra)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A header and its rows; of rows with one key, backend and role the last one counts."""
-
-    header: Header
-    rows: tuple[Row, ...]
-    path: str = ""
-    _groups: dict[tuple[Any, ...], dict[int, list[Row]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    @cached_property
-    def backends(self) -> frozenset[str]:
-        """Every backend that a row names."""
-        return frozenset(row.backend for row in self.rows)
-
-    def group(self, key: tuple[Any, ...]) -> dict[int, list[Row]]:
-        """The rows of a group by M."""
-        if not self._groups and self.rows:
-            latest = {(row.key, row.backend, row.role): row for row in self.rows}
-            for row in latest.values():
-                self._groups.setdefault(row.group, {}).setdefault(row.m, []).append(row)
-        return self._groups.get(key, {})
+# backend, configuration, and what the row says: the backend's name or "default"
+Winner = tuple[Backend, Config, str]
 
 
 @dataclass(frozen=True)
@@ -174,21 +71,12 @@ class Tables:
         """The winner for a problem among the willing backends, or None where no row applies."""
         for source, table in self.tables:
             for key in _groups_of(problem):
-                by_m = table.group(key)
-                m = nearest_m(by_m, problem.m)
-                if m is None:
-                    continue
                 if key[0] != problem.op and len({backend.kind for backend in willing}) > 1:
                     continue
-                found = self._winner(by_m[m], problem, device, willing)
-                if found is None:
+                serving = self._serving(table.group(key), problem, device, willing)
+                if serving is None:
                     continue
-                near, why = m, ""
-                above = next((have for have in sorted(by_m) if m < have <= 4 * problem.m), None)
-                if above is not None and _strained(found, m, problem, device):
-                    m, found = above, self._winner(by_m[above], problem, device, willing) or found
-                    why = f"; that of M={near} would take another wave of tiles"
-                backend, config, what = found
+                m, (backend, config, what), why = serving
                 lender = f" of {self.borrowed}" if self.borrowed else ""
                 reason = f"the row of M={m}{lender} says {what}{why}"
                 return Found(backend, config, source, reason, table.header.provenance)
@@ -200,9 +88,29 @@ class Tables:
         )
         return None
 
+    def _serving(
+        self,
+        by_m: dict[int, list[Row]],
+        problem: Problem,
+        device: Device,
+        willing: list[Backend],
+    ) -> tuple[int, Winner, str] | None:
+        """The M whose rows serve, what they say, and why it is not the nearest M."""
+        m = nearest_m(by_m, problem.m)
+        found = None if m is None else self._winner(by_m[m], problem, device, willing)
+        if m is None or found is None:
+            return None
+        above = next((have for have in sorted(by_m) if m < have <= 4 * problem.m), None)
+        if above is None or not _strained(found, m, problem, device):
+            return m, found, ""
+        larger = self._winner(by_m[above], problem, device, willing)
+        if larger is None:
+            return m, found, ""
+        return above, larger, f"; that of M={m} would take another wave of tiles"
+
     def _winner(
         self, rows: list[Row], problem: Problem, device: Device, willing: list[Backend]
-    ) -> tuple[Backend, Config, str] | None:
+    ) -> Winner | None:
         by_name = {backend.name: backend for backend in willing}
         for row in ranked(rows, tuple(by_name), willing[0].name):
             backend = by_name[row.backend]
@@ -213,29 +121,6 @@ class Tables:
             return None
         backend = willing[0]
         return backend, backend.default_config(problem, device), "default"
-
-
-def ranked(rows: Iterable[Row], backends: tuple[str, ...], default: str = "") -> list[Row]:
-    """The rows of these backends that beat the default path, fastest first.
-
-    Args:
-        rows: of one key. default: the default path's backend here; its µs count only if it is the
-            one that was measured (or the row does not say which that was).
-    """
-    rows = list(rows)
-    limit = None
-    for row in rows:
-        if row.role == "default" and default in ("", row.backend):
-            limit = row.us
-    mine = [row for row in rows if row.role != "default" and row.backend in backends]
-    if limit is not None:
-        mine = [row for row in mine if row.us is None or row.us <= limit * (1 - MARGIN)]
-    return sorted(mine, key=lambda row: 0.0 if row.us is None else row.us)
-
-
-def winner_of(rows: Iterable[Row], backends: tuple[str, ...]) -> Row | None:
-    """The fastest row of these backends, or None where the default path won."""
-    return next(iter(ranked(rows, backends)), None)
 
 
 def usable(row: Row, backend: Backend, problem: Problem, device: Device) -> Config | None:
@@ -256,21 +141,7 @@ def usable(row: Row, backend: Backend, problem: Problem, device: Device) -> Conf
     return low
 
 
-def nearest_m(ms: Iterable[int], m: int) -> int | None:
-    """The M whose row serves m: nearest within a factor of 4, ties to the smaller.
-
-    Above the largest row the largest serves; None where nothing is near.
-    """
-    known = sorted(ms)
-    if not known:
-        return None
-    if m >= known[-1]:
-        return known[-1]
-    near = [have for have in known if have <= 4 * m and m <= 4 * have]
-    return min(near, key=lambda have: (abs(have - m), have)) if near else None
-
-
-def _strained(found: tuple[Backend, Config, str], m: int, problem: Problem, device: Device) -> bool:
+def _strained(found: Winner, m: int, problem: Problem, device: Device) -> bool:
     """Whether a row of a smaller M is stretched past what was measured there.
 
     One token more may need one row of tiles more, and where those no longer are on the SMs at
