@@ -145,10 +145,11 @@ def check_weight_only(arch, x_dtype, scheme):
 
 
 @pytest.mark.parametrize("name", ["triton_row", "triton_block", "triton_w8a16"])
-def test_rows_are_multiplied_by_their_stride_in_64_bits(name):
+@pytest.mark.parametrize("m", [9, 128])
+def test_rows_are_multiplied_by_their_stride_in_64_bits(name, m):
     scheme = {"triton_row": ROW, "triton_block": BLOCK}.get(name, Scheme("channel"))
     backend = gemm.backend(name)
-    problem = Problem("linear", scheme, 128, 4096, 4096, accumulate="fp32_128")
+    problem = Problem("linear", scheme, m, 4096, 4096, accumulate="fp32_128")
     config = backend.default_config(problem, generic_device(ARCHES["sm_90"]))
     ttir = compiled(backend, problem, config, "sm_90").asm["ttir"]
     strides = set(re.findall(r"%(stride_[xwy]\w+)(?=[:,])", ttir))
