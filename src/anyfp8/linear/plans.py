@@ -26,6 +26,7 @@ from anyfp8.launcher import refuse_capture
 from anyfp8.linear import calls
 from anyfp8.problem import DTYPE_NAMES, DTYPES, Problem, Scheme
 from anyfp8.select import M_GRID, Plan, Request, plan
+from anyfp8.select.selection import Probe
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def plan_for(
     bias: bool = False,
     request: Request | None = None,
     ms: Iterable[int] = M_GRID,
+    probe: Probe | None = None,
 ) -> Plan:
     """The plan of a layer [N, K]: what `Fp8Linear` follows and `anyfp8 explain` shows.
 
@@ -137,9 +139,10 @@ def plan_for(
         device: the layer's, or any other that is asked about.
         x_dtype: of the activations and of the result.
         ms: for which numbers of rows to decide at once; others are decided when asked.
+        probe: says whether a backend works there; by default it is tried where `device` is here.
 
     Raises:
         InputError: not a dtype of activations. And what `select.plan` raises.
     """
     p = facts_of(scheme, n, k, x_dtype, bias, request or Request()).problem
-    return plan(scheme, n, k, device, p.x_dtype, p.out_dtype, bias, request, ms)
+    return plan(scheme, n, k, device, p.x_dtype, p.out_dtype, bias, request, ms, probe=probe)

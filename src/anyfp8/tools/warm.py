@@ -29,9 +29,11 @@ import typer
 from anyfp8.device import Device, find_device, planning_device
 from anyfp8.errors import InputError
 from anyfp8.form import Form, form_of
+from anyfp8.gemm.base import Backend
 from anyfp8.gemm.compile import gpu_target, triton_version
 from anyfp8.linear.plans import plan_for
 from anyfp8.linear.warm import launches_of
+from anyfp8.problem import Problem
 from anyfp8.select import M_GRID, Request
 from anyfp8.tools import console
 from anyfp8.tools.explain import parse_ms
@@ -96,10 +98,12 @@ def warm(
     others: Counter[str] = Counter()
     shapes = dict.fromkeys((each.scheme, each.n, each.k, each.bias) for each in model.layers)
     for scheme, n, k, bias in shapes:
-        plan = plan_for(scheme, n, k, device, model.dtype, bias, request, ms)
-        forms |= dict.fromkeys(form_of(launch) for launch in launches_of(plan, device, ms))
-        served = (plan.choice(m).backend for m in ms)
-        others.update(name for name in served if not name.startswith("triton_"))
+        for probe in (None, _fails):
+            plan = plan_for(scheme, n, k, device, model.dtype, bias, request, ms, probe)
+            forms |= dict.fromkeys(form_of(launch) for launch in launches_of(plan, device, ms))
+            if probe is None:
+                served = (plan.choice(m).backend for m in ms)
+                others.update(name for name in served if not name.startswith("triton_"))
     cache = cache.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     mended = mend(cache)
@@ -121,6 +125,12 @@ def warm(
         dict(others),
         round(time.monotonic() - start, 1),
     )
+
+
+def _fails(backend: Backend, problem: Problem) -> str | None:
+    """Another library's kernel is tried on the GPU: what serves if it fails is compiled too."""
+    tried = type(backend).probe is not Backend.probe
+    return "may fail its trial on the GPU" if tried else None
 
 
 def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[Form, Any]:
