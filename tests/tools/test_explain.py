@@ -3,20 +3,25 @@
 import json
 import re
 from datetime import date
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from anyfp8 import gemm
 from anyfp8.device import CATALOGUE, find_device
 from anyfp8.errors import CheckpointError, DeviceError, InputError
 from anyfp8.linear import Fp8Linear, plans
-from anyfp8.problem import Scheme
+from anyfp8.problem import Problem, Scheme
 from anyfp8.select import M_GRID
+from anyfp8.select.predict import estimate
 from anyfp8.tools import explain_text, measured, shapes
 from anyfp8.tools.explain import explain, parse_ms
 from anyfp8.tools.explain_html import page
 from anyfp8.tools.shapes import Layer, Model, decoder_linears, fused, read_model, sharded
+
+BASELINES = Path(__file__).parents[2] / "benchmarks" / "baselines"
 
 SCHEMES = (
     "w8a8-tensor-static",
@@ -325,6 +330,34 @@ def test_errors_of_estimates_are_computed_from_measurements():
         explain_text.lines(explain(read_model("4096,4096"), find_device("h100"), (1, 4096)))
     )
     assert "estimates of torch_scaled_mm: median error" in text
+
+
+@pytest.mark.parametrize("op", ["gemm", "linear"])
+def test_estimates_are_within_a_quarter_of_the_h200_baselines(op):
+    lines = (BASELINES / f"nvidia_h200-{op}.jsonl").read_text().splitlines()
+    device, far = find_device("h200"), {}
+    for cell in (c for c in map(json.loads, lines) if c["kind"] == "cell"):
+        for own in cell["ours"]:
+            backend = gemm.backend(own["backend"])
+            config = backend.config_class.from_dict(own["config"])
+            shape = (cell["m"], cell["n"], cell["k"])
+            scheme = Scheme.parse(cell["scheme"])
+            problem = Problem(op, scheme, *shape, accumulate=cell["accumulate"])
+            us = estimate(problem, device, backend, config)
+            far.setdefault(backend.name, []).append(abs(us / own["us"] - 1))
+    assert "triton_row" in far
+    for name, errors in far.items():
+        errors.sort()
+        assert errors[len(errors) // 2] < 0.15, name
+        assert errors[len(errors) * 9 // 10] < 0.25, name
+
+
+def test_the_error_that_is_printed_is_within_a_quarter_for_nine_in_ten():
+    found = {error.backend: error for error in measured.errors()}
+    assert set(found) == {"torch_scaled_mm", "triton_row", "triton_block", "triton_w8a16"}
+    assert all(error.p90 < 0.25 for error in found.values())
+    text = explain_text.lines(explain(read_model("4096,4096"), find_device("a100"), (1, 64)))
+    assert f"estimates of {found['triton_w8a16']}" in text
 
 
 @pytest.mark.parametrize(("text", "ms"), [("16,1,16", (1, 16)), ("all", M_GRID), ("8192", (8192,))])
