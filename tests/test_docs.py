@@ -97,6 +97,11 @@ def test_commands_in_documents_exist_with_their_options(page):
             assert option in known | {"-h", "--help"}, f"anyfp8 {' '.join(words)}: {option}"
 
 
+def test_readme_names_every_verb():
+    told = {words[0] for words in commands(ROOT / "README.md")}
+    assert told >= set(typer.main.get_command(cli.app).commands) - {"demo"}
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if _OUTPUT.search(p.read_text())], ids=named)
 def test_captured_output_is_what_the_command_prints(call, page):
     text = page.read_text()

@@ -9,7 +9,10 @@ import typer
 
 group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Peers = Annotated[
-    Path | None, typer.Option(help="Folder with other libraries: sglC.so, vllmC.so, fbgC.so, dg.")
+    Path | None,
+    typer.Option(
+        help="Folder with other libraries' kernels; docs/benchmarking.md says how it is made."
+    ),
 ]
 Ms = Annotated[str | None, typer.Option("--m", help="Rows, such as 1,16,4096.")]
 Lines = Annotated[Path | None, typer.Option("--json", help="Write JSON Lines here; - for stdout.")]
