@@ -107,9 +107,14 @@ def _sum(
     grid = (m, -(-n // block))
     values = (
         *(part, y, part if scale is None else scale, y if bias is None else bias),
-        *(m, n, parts, y.stride(0), stride_n),
+        *(m, n, y.stride(0), stride_n),
     )
-    constants = {"SCALE": scale is not None, "HAS_BIAS": bias is not None, "BLOCK": block}
+    constants = {
+        "PARTS": parts,
+        "SCALE": scale is not None,
+        "HAS_BIAS": bias is not None,
+        "BLOCK": block,
+    }
     start(Launch(sum_parts, grid, values, constants))
 
 

@@ -190,7 +190,7 @@ def w8a16_plain(
         )
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["M"])
 def sum_parts(
     part_ptr,
     y_ptr,
@@ -198,19 +198,22 @@ def sum_parts(
     bias_ptr,
     M,
     N,
-    parts,
     stride_ym,
     stride_swn,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y[m, n] = (part[0] + part[1] + …) · sw[n] + bias[n], always in this order."""
+    """y[m, n] = (part[0] + part[1] + …) · sw[n] + bias[n], always in this order.
+
+    All parts are asked for before the first is added: one wait, not one a part.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in range(parts):
+    for part in tl.static_range(PARTS):
         at = part_ptr + (part * M + row) * N + columns
         acc += tl.load(at, mask=inside, other=0.0)
     if SCALE:
