@@ -22,6 +22,7 @@ SCHEMES = {
     "block": Scheme("block", "group", True, block=(128, 128), group=128),
 }
 DATA = Path(__file__).parents[1] / "data/gemm"
+RACE = "h200_race.jsonl.xz"
 
 
 def timings(name):
@@ -30,6 +31,9 @@ def timings(name):
     found = []
     for line in lines[1:]:
         kind, n, k, m, config, us = json.loads(line)[:6]
+        # before, lanes past the last row all read the first one, which took up to twice as long
+        if name != RACE and config and m > config[0] and m % config[0]:
+            continue
         problem = Problem("gemm", SCHEMES[kind], m, n, k, accumulate="fast")
         found.append((kind, problem, config and TileConfig(*config), us))
     return json.loads(lines[0]), found
@@ -38,7 +42,7 @@ def timings(name):
 def cells():
     """(kind, problem) -> {config or None for the library: µs}."""
     found = defaultdict(dict)
-    for name in ("h200_sweep.jsonl.xz", "h200_chosen.jsonl.xz"):
+    for name in ("h200_sweep.jsonl.xz", "h200_chosen.jsonl.xz", RACE):
         for kind, problem, config, us in timings(name)[1]:
             found[kind, problem][config] = us
     return found
@@ -71,7 +75,11 @@ def test_nine_in_ten_estimates_are_within_a_quarter_also_where_nothing_was_fitte
 
 def test_the_errors_that_explain_prints_come_from_those_held_out():
     timed = {(kind, p.m, p.n, p.k, c): us for kind, p, c, us in chosen(True)}
-    lines = [line for line in measured.ROWS.splitlines() if line.startswith(("triton_row", "triton_block"))]
+    lines = [
+        line
+        for line in measured.ROWS.splitlines()
+        if line.startswith(("triton_row", "triton_block"))
+    ]
     assert len(lines) > 50
     for line in lines:
         name, config, _, n, k, figures = (cell.strip() for cell in line.split("|"))
@@ -84,15 +92,18 @@ def test_the_errors_that_explain_prints_come_from_those_held_out():
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_the_first_configuration_is_within_a_tenth_of_the_best_one_timed(kind):
     backend = gemm.backend(f"triton_{kind}")
-    reached = {}
+    reached, by_shape = {}, defaultdict(list)
     for (found, problem), timed in cells().items():
-        if found != kind:
-            continue
         timed = {config: us for config, us in timed.items() if config}
+        if found != kind or len(timed) < 3:
+            continue
         first = min(timed, key=lambda config: estimate(problem, H200, backend, config))
         reached[problem.key] = min(timed.values()) / timed[first]
-    assert geometric_mean(reached.values()) >= 0.95
-    assert min(reached.values()) >= 0.65, min(reached, key=reached.get)
+        by_shape[problem.n, problem.k].append(reached[problem.key])
+    assert geometric_mean(reached.values()) >= (0.98 if kind == "row" else 0.955)
+    assert min(reached.values()) >= 0.85, min(reached, key=reached.get)
+    for shape, some in by_shape.items():
+        assert geometric_mean(some) >= 0.94, shape
 
 
 def test_choosing_between_the_library_and_our_kernel_costs_little():

@@ -73,21 +73,28 @@ def test_half_of_a_recorded_sweep_is_enough(kind):
 
 
 class World:
-    """A GPU whose constants are not the model's: each off by a random factor, often by a third."""
+    """A GPU that is not the model's: each constant off by a third or so, and each parameter's value
+    (64 columns of K, six stages, ...) faster or slower by a tenth than the model thinks."""
 
-    def __init__(self, monkeypatch, seed, spread=0.4):
-        picker = random.Random(seed)
+    def __init__(self, monkeypatch, seed, spread=0.4, habit=0.1):
+        self.picker = random.Random(seed)
+        self.habit, self.habits = habit, {}
         for name in CONSTANTS:
-            factor = math.exp(picker.gauss(0, spread))
+            factor = math.exp(self.picker.gauss(0, spread))
             monkeypatch.setattr(tile_time, name, getattr(tile_time, name) * factor)
         tile_time._tiles.cache_clear()
 
     def times(self, cell, configs):
-        times = dict(
-            zip(configs, tile_time.tile_times(cell.problem("gemm"), H200, configs), strict=True)
-        )
+        times = tile_time.tile_times(cell.problem("gemm"), H200, configs)
+        found = {c: us * self._habit(c) for c, us in zip(configs, times, strict=True)}
         tile_time._tiles.cache_clear()
-        return times
+        return found
+
+    def _habit(self, config):
+        for pair in vars(config).items():
+            if pair not in self.habits:
+                self.habits[pair] = math.exp(self.picker.gauss(0, self.habit))
+        return math.prod(self.habits[pair] for pair in vars(config).items())
 
 
 @pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
@@ -113,7 +120,7 @@ def test_on_a_gpu_that_the_model_misjudges_few_timings_find_nearly_the_best(effo
                 guessed.append(best / real[order[0]])
     tile_time._tiles.cache_clear()
     assert geometric_mean(guessed) < 0.95, "the worlds do not differ from the model"
-    assert geometric_mean(reached) >= (0.985 if effort is FULL else 0.975)
+    assert geometric_mean(reached) >= (0.985 if effort is FULL else 0.94)
 
 
 def test_the_first_timings_are_the_rankers_the_default_and_some_unlike_them():

@@ -1,12 +1,13 @@
 """µs of one W8A8 tile configuration: waves of tiles, each a pipeline of steps along K.
 
-A step takes the longer of three: multiplying, moving its operands from L2 to the SM, and waiting
-for a round trip that the pipeline does not hide. The constants are fitted to 1,279 timings on an
-H200 (tests/data/gemm/), without those of every third M, from which the error that `explain` prints
-is computed.
+A step takes about the longer of three: multiplying, moving its operands from L2 to the SM, and
+waiting for a round trip that the pipeline does not hide. The constants are fitted to 911 timings on
+an H200 (tests/data/gemm/), without those of every third M, from which the error that `explain`
+prints is computed.
 
 The surprise: below 64 rows Hopper has no FP8 product, so codes are converted to fp16 by the warps;
-that conversion, not the product, is what a decode tile spends its time on.
+that conversion, not the product, is what a decode tile spends its time on. A tile with the weight
+first has its 64 rows there.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ from anyfp8.problem import Problem
 if TYPE_CHECKING:
     from anyfp8.device import Device
 
-# share of the published bandwidth and of the published FP8 rate
-_DRAM_SHARE, _FP8_SHARE, _FP8_SMALL_SHARE = 0.903, 0.778, 1.0
+# share of the published bandwidth
+_DRAM_SHARE = 0.925
 # bytes that one SM reads from L2 in a µs: 64 a clock
-_L2_BYTES_PER_SM = 112e3
-# bytes a µs of the one row that every lane past the last row reads at once
-_HOT_BYTES = 1.67e6
+_L2_BYTES_PER_SM = 1.44e5
 # µs: a kernel's start and end, a round trip to memory, a step, scales that change along K
-_LAUNCH_US, _TRIP_US, _STEP_US, _SCALES_US = 2.92, 0.593, 0.002, 0.097
+_LAUNCH_US, _TRIP_US, _STEP_US, _SCALES_US = 1.73, 0.389, 0.0165, 0.13
 # a warp group waits longer for its operands, but keeps steps in flight itself
-_GROUP_TRIPS, _LAG = 1.41, 0.271
+_GROUP_TRIPS, _LAG = 1.49, 0.464
+# µs: a step's barriers for each warp group
+_GROUP_STEP_US = 0.0182
+# how nearly the longest of three, or of two, is all that counts: powers of a mean
+_NEAR, _OVERLAP = 2.79, 2.51
 # steps that a tile adds before its pipeline is full and after it runs dry
-_FILL = 1.12
+_FILL = 3.36
 # µs: converting one code to fp16, scaling one sum; with `_BUSY_WARPS` warps on the SM
-_CONVERT_US, _SCALE_US, _BUSY_WARPS = 13.5e-6, 10.7e-6, 5.09
+_CONVERT_US, _SCALE_US, _BUSY_WARPS = 5.04e-6, 5.08e-6, 5.94
 # registers a thread has for sums and operands before it spills, and what each more costs
-_FREE_REGISTERS, _SPILL = 135, 0.0306
-_OPERAND_SHARE = 0.038
+_FREE_REGISTERS, _SPILL = 135, 0.0461
+_OPERAND_SHARE = 0.0283
 # the clock falls under load: by so much for each e-fold of products beyond `_COOL_US`
-_HEAT, _COOL_US = 0.04, 50.0
+_HEAT, _COOL_US = 0.0569, 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,7 @@ def tile_times(problem: Problem, device: Device, configs: Iterable[TileConfig]) 
         if rest:
             last = -(-rest // sms) - 1
             busy += steps * tile.step[last] + tile.ends[last]
-        # a single short tile skips the lanes past its end
-        if rows > 1:
-            busy += columns * (rows * config.block_m - m) * k / _HOT_BYTES
-        yield ((dram**3.76 + busy**3.76) ** (1 / 3.76) + _LAUNCH_US) * heat
+        yield ((dram**_OVERLAP + busy**_OVERLAP) ** (1 / _OVERLAP) + _LAUNCH_US) * heat
 
 
 class _Tiles(dict[TileConfig, _Tile]):
@@ -123,8 +123,9 @@ def _tile(config: TileConfig, device: Device, scaled: bool, kept: int, out_bytes
             longest = working + moving + wait
         else:
             # the longest, and more where others are near: they get in each other's way
-            longest = (working**4 + moving**4 + wait**4) ** 0.25
-        step.append(longest + _STEP_US + (_SCALES_US if scaled else 0.0))
+            longest = (working**_NEAR + moving**_NEAR + wait**_NEAR) ** (1 / _NEAR)
+        each = _STEP_US + (_GROUP_STEP_US * (warps // 4) if group else 0.0)
+        step.append(longest + each + (_SCALES_US if scaled else 0.0))
         ends.append(_FILL * (working + moving))
     return _Tile(resident, tuple(step), tuple(ends))
 
@@ -135,9 +136,22 @@ def _multiply_us(config: TileConfig, device: Device) -> float:
     elements = config.block_m * config.block_n
     if config.converts(device):
         per_us = 1e6 * (device.bf16_tflops or 0.0) / sms
-        codes = (config.block_m + config.block_n) * config.block_k
+        # each warp converts what it multiplies, its neighbours' operands included
+        down, across = _warps_of(config)
+        codes = (config.block_m * across + config.block_n * down) * config.block_k
     else:
-        share = _FP8_SHARE if elements >= 16384 else _FP8_SMALL_SHARE
-        per_us = 1e6 * (device.fp8_tflops or 0.0) / sms * share
+        per_us = 1e6 * (device.fp8_tflops or 0.0) / sms
         codes = 0
     return 2 * elements * config.block_k / per_us + codes * _CONVERT_US
+
+
+def _warps_of(config: TileConfig) -> tuple[int, int]:
+    """How Triton lays warps over a tile of 16x8 products: (down, across)."""
+    rows, columns = config.block_m // 16, config.block_n // 16
+    down, across = 1, 1
+    while down * across < config.num_warps:
+        if down < rows and rows * across >= columns * down:
+            down *= 2
+        else:
+            across *= 2
+    return down, across
