@@ -40,12 +40,12 @@ class Effort:
     first: int = 12
     diverse: int = 4
     most: int = 25
-    again: int = 8
-    finalists: int = 4
+    again: int = 10
+    finalists: int = 6
 
 
 FULL = Effort()
-QUICK = Effort(first=6, diverse=2, most=12, again=4, finalists=3)
+QUICK = Effort(first=6, diverse=2, most=12, again=6, finalists=4)
 
 
 @dataclass(frozen=True)
