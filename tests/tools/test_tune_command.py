@@ -38,6 +38,9 @@ GPU = textwrap.dedent(
         answer = {"refused": {}}
         if asked["do"] == "hello":
             answer = told
+        if asked["do"] == "time" and "SEEN" in os.environ:
+            with open(os.environ["SEEN"], "a") as file:
+                file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
         if asked["do"] == "time":
             answer = {"us": us_of(asked)}
             if os.environ.get("LIE") and asked["config"]["num_warps"] == 4:
@@ -87,6 +90,18 @@ def test_a_run_ends_with_rows_that_are_used_and_says_how(gpu, tmp_path, capsys, 
     hold_to_schema("tune", found)
     assert found["cells"][0]["winners"]["gemm"]["us"] == 5.0
     assert found["missed"] == []
+
+
+def test_every_visible_gpu_works_and_each_process_sees_one(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    tune(["512,1024", "1024,1024", "2048,1024"], device=None, effort="quick", **gpu)
+    assert "42 of 42 have rows" in capsys.readouterr().out
+    seen = (tmp_path / "seen").read_text().split()
+    assert set(seen) == {"3", "GPU-8932f937"}
+    table = read_table(tmp_path / file_name("NVIDIA H200"))
+    assert len({row.key for row in table.rows}) == 42
 
 
 def test_a_folder_that_is_not_looked_up_is_named_to_the_shell(gpu, tmp_path, capsys, monkeypatch):
