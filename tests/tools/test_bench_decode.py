@@ -259,3 +259,12 @@ def test_configs_of_other_architectures_and_broken_ones_are_named(tmp_path):
 def test_sizes_must_be_positive():
     with pytest.raises(InputError, match="cannot build this stack"):
         run(context=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_stack_that_main_memory_cannot_hold_is_refused_before_it_is_built(call, monkeypatch):
+    monkeypatch.setattr(bench_decode, "_free_memory", lambda: 8 * 10**9)
+    status, out, err = call("bench", "decode")
+    assert (status, out) == (1, "")
+    assert "error: 36 layers of qwen3-8b do not fit" in err
+    assert "hint: --layers 8" in err

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,12 +247,14 @@ def _room(
     shape: Decoder, layers: int, batch: int, length: int, place: torch.device
 ) -> dict[str, str]:
     """{DENSE: why} where a bf16 stack does not fit beside the FP8 one; raises if neither does."""
-    if place.type != "cuda":
+    free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else _free_memory()
+    if free is None:
         return {}
-    free = torch.cuda.mem_get_info(place)[0]
     ends = 4 * shape.vocabulary * shape.hidden
     codes = layers * shape.weights_a_layer
-    need = codes + ends + shape.kv_bytes(batch, length, layers) + SPARE_BYTES
+    # the CPU multiplies a 16-bit copy of the weights
+    stored = codes + SPARE_BYTES if place.type == "cuda" else 2 * codes
+    need = stored + ends + shape.kv_bytes(batch, length, layers)
     if need > free:
         raise DeviceError(
             f"{layers} layers of {shape.name} do not fit",
@@ -262,6 +265,15 @@ def _room(
     if need + 2 * codes > free:
         return {DENSE: f"{2 * codes / 1e9:.0f} GB of 16-bit weights do not fit beside the FP8 ones"}
     return {}
+
+
+def _free_memory() -> int | None:
+    """Bytes of main memory that can be had, None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _difference(y: torch.Tensor, base: torch.Tensor) -> float:
