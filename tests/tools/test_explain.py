@@ -151,6 +151,13 @@ def test_a_config_alone_lists_shapes_after_fusion_and_tensor_parallelism(config_
         sharded(merged, 7)
 
 
+def test_a_name_is_the_model_that_its_config_describes(config_only):
+    named, read = read_model("qwen3-8b"), read_model(str(config_only()))
+    assert named.layers == read.layers
+    assert named.left == read.left == ("lm_head",)
+    assert len(read_model("llama-3-70b").layers) == 7 * 80
+
+
 def test_a_quantized_config_without_weights_gives_each_layer_its_scheme(config_only):
     quantization = {
         "quant_method": "fp8",

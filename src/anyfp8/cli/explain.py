@@ -12,7 +12,8 @@ from anyfp8.cli.options import Exclude, Json
 
 def explain(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint folder, GGUF file, config.json, or a shape N,K.")
+        str,
+        typer.Argument(help="Checkpoint folder, GGUF file, config.json, qwen3-8b, or a shape N,K."),
     ],
     device: Annotated[
         list[str] | None,

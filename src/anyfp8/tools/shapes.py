@@ -77,7 +77,7 @@ def read_model(
 
     Args:
         text: "N,K"; an FP8 or 16-bit checkpoint folder or GGUF file; a folder with only a
-            config.json, or the path of a config.json.
+            config.json, or the path of a config.json; a name of `decode_shapes.MODELS`.
         scheme: for a shape or a model that is not quantized; `DEFAULT_SCHEME` by default.
         exclude: linears of an unquantized model that stay in 16 bits.
 
@@ -96,7 +96,7 @@ def read_model(
     if path.is_file() and path.suffix == ".json":
         return _from_config(path.parent, path.parent.name, scheme, list(exclude))
     if not path.exists():
-        raise _no_model(path)
+        return _named(text, scheme, list(exclude))
     if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         return _from_config(path, path.name, scheme, list(exclude))
     if is_quantized(path):
@@ -142,11 +142,33 @@ def _from_config(folder: Path, title: str, scheme: Scheme | None, exclude: list[
     return _without(Model(title, layers, dtype, notes), exclude)
 
 
+def _named(text: str, scheme: Scheme | None, exclude: list[str]) -> Model:
+    """A model whose sizes the benchmarks know."""
+    from anyfp8.tools.decode_shapes import MODELS
+
+    if text not in MODELS:
+        raise _no_model(Path(text))
+    known = MODELS[text]
+    config = {
+        "model_type": "llama",
+        "hidden_size": known.hidden,
+        "intermediate_size": known.inner,
+        "num_attention_heads": known.heads,
+        "num_key_value_heads": known.kv_heads,
+        "head_dim": known.head_size,
+        "num_hidden_layers": known.layers,
+        "vocab_size": known.vocabulary,
+    }
+    chosen, notes = _chosen(scheme, "a name")
+    layers = tuple(replace(layer, scheme=chosen) for layer in decoder_linears(config))
+    return _without(Model(text, layers, notes=notes), exclude)
+
+
 def _no_model(path: Path) -> CheckpointError:
     return CheckpointError(
         f"no model at {path}",
         got="neither weights nor a config.json" if path.is_dir() else "nothing there",
-        want="a checkpoint folder, a config.json, a GGUF file, or a shape N,K",
+        want="a checkpoint folder, a config.json, a GGUF file, a name such as qwen3-8b, or N,K",
         hint="hf download NAME config.json --local-dir FOLDER is enough for this command",
     )
 
