@@ -61,10 +61,10 @@ def group_config(
         return GroupConfig(rows, across, 1)
     total = outer * m * n_groups
     # 4 values a thread while the GPU is not full: instructions are fetched anew by each launch, so
-    # that every line of them counts. H200, (values of a program, warps) at K = 4096: (512, 4) 1.30,
-    # (1024, 4) 1.32, (1024, 8) 1.33 µs at 8 rows; 1.37, 1.33, 1.31 at 16; 2.13, 2.19, 2.05 at 64;
-    # from there larger ones win: 2.83 (512), 2.75 (2048) at 256, 21.6 and 13.9 at 4096
-    values, warps = (512, 4) if total <= 256 else (1024, 8) if total < 8192 else (2048, 4)
+    # that every line of them counts; later, fewer programs. H200, warm L2, (values of a program,
+    # warps) at K = 4096: (512, 4) 1.30, (1024, 4) 1.32, (1024, 8) 1.33 µs at 8 rows; 1.36, 1.33,
+    # 1.30 at 16; (1024, 8) 2.00 and (2048, 4) 1.81 at 256
+    values, warps = (512, 4) if total <= 256 else (1024, 8) if total < 4096 else (2048, 4)
     items = max(1, values // block)
     across = min(items, next_power_of_2(n_groups))
     rows = min(items // across, next_power_of_2(m))
