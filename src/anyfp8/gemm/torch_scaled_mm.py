@@ -178,11 +178,14 @@ def _padded(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _block_scale(scale: torch.Tensor) -> torch.Tensor:
-    """[N/128, K/128] -> [K/128, N/128], columns contiguous and 4 columns of K apart at least."""
+    """[N/128, K/128] -> [K/128, N/128] with contiguous columns, K/128 padded to a multiple of 4.
+
+    torch 2.11 asks for the padded shape, and refuses a view of its first rows.
+    """
     blocks = scale.shape[1]
     if blocks % 4:
         scale = torch.nn.functional.pad(scale, (0, -blocks % 4))
-    return scale.t()[:blocks]
+    return scale.t()
 
 
 BACKEND = TorchScaledMM()
