@@ -161,7 +161,9 @@ def _w8a16_us(problem: Problem, device: Device, config: W8A16Config) -> float:
     if config.how != "gemv":
         # every row of tiles turns all codes into 16 bits once
         codes = -(-m // config.block_m) * n * k / (device.sms or 1)
-        work = codes * _CODE_US * config.block_m**_CODE_GROWTH
+        # two at a time, the codes of a pair share their instructions
+        share = 0.8 if config.how == "paired" else 1.0
+        work = codes * _CODE_US * share * config.block_m**_CODE_GROWTH
         us = max(us, work + _LAUNCH_US + _TRIP_US)
     if config.split_k > 1:
         # the parts are summed out of the L2

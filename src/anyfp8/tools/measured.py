@@ -137,38 +137,33 @@ triton_block | 64 256 128 8 8 5 | w8a8-block128x128-group128 | 24576 | 4096 | 48
 triton_block | 128 128 128 8 8 4 | w8a8-block128x128-group128 | 24576 | 4096 | 128:49.1 384:119.2 1024:264.3 4096:1083.5
 triton_block | 128 128 128 8 8 6 | w8a8-block128x128-group128 | 24576 | 4096 | 384:111.4 1024:258.2 4096:1069.6
 triton_w8a16 | gemv 1 8 512 1 1 2 4 | w8a16-channel | 6144 | 4096 | 1:8.6
-triton_w8a16 | fused 8 16 128 1 4 4 4 | w8a16-channel | 6144 | 4096 | 2:9.3 4:9.3
-triton_w8a16 | fused 8 32 256 1 2 2 4 | w8a16-channel | 6144 | 4096 | 8:9.6
+triton_w8a16 | fused 8 16 128 1 4 4 4 | w8a16-channel | 6144 | 4096 | 2:9.3 4:9.3 8:10.0
 triton_w8a16 | fused 16 16 128 1 4 4 3 | w8a16-channel | 6144 | 4096 | 16:11.4
-triton_w8a16 | fused 32 64 128 2 1 2 4 | w8a16-channel | 6144 | 4096 | 32:15.5
-triton_w8a16 | wide 64 64 64 4 1 4 4 | w8a16-channel | 6144 | 4096 | 64:17.8
-triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 6144 | 4096 | 128:27.0
-triton_w8a16 | wide 128 128 64 2 1 4 3 | w8a16-channel | 6144 | 4096 | 256:41.4
+triton_w8a16 | paired 32 64 128 4 1 4 4 | w8a16-channel | 6144 | 4096 | 32:13.3
+triton_w8a16 | wide 64 64 64 4 1 4 4 | w8a16-channel | 6144 | 4096 | 64:17.2
+triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 6144 | 4096 | 128:27.3
 triton_w8a16 | chunked | w8a16-channel | 6144 | 4096 | 1024:85.3 2048:160.8 4096:283.6 8192:619.9
 triton_w8a16 | gemv 1 8 512 1 1 2 4 | w8a16-channel | 4096 | 4096 | 1:6.6
 triton_w8a16 | gemv 2 8 512 1 1 2 4 | w8a16-channel | 4096 | 4096 | 2:7.2
 triton_w8a16 | fused 8 16 128 1 4 4 4 | w8a16-channel | 4096 | 4096 | 4:7.2 8:7.2
-triton_w8a16 | fused 16 16 128 1 4 4 4 | w8a16-channel | 4096 | 4096 | 16:9.1
-triton_w8a16 | fused 32 32 64 1 4 4 4 | w8a16-channel | 4096 | 4096 | 32:12.3
-triton_w8a16 | wide 64 64 64 4 1 4 4 | w8a16-channel | 4096 | 4096 | 64:14.6
-triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 4096 | 128:20.1
-triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 4096 | 256:28.1
+triton_w8a16 | fused 16 16 256 1 2 2 4 | w8a16-channel | 4096 | 4096 | 16:8.9
+triton_w8a16 | paired 32 64 128 4 1 4 4 | w8a16-channel | 4096 | 4096 | 32:10.8
+triton_w8a16 | paired 64 128 64 8 1 4 4 | w8a16-channel | 4096 | 4096 | 64:13.3
+triton_w8a16 | paired 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 4096 | 128:19.6
 triton_w8a16 | chunked | w8a16-channel | 4096 | 4096 | 1024:61.0 2048:106.9 4096:226.4 8192:433.5
 triton_w8a16 | fused 8 64 256 1 1 4 3 | w8a16-channel | 24576 | 4096 | 1:26.0 2:26.1 4:26.2 8:26.5
-triton_w8a16 | fused 16 64 256 1 1 4 3 | w8a16-channel | 24576 | 4096 | 16:37.0
-triton_w8a16 | fused 32 64 128 1 1 4 3 | w8a16-channel | 24576 | 4096 | 32:39.7
-triton_w8a16 | fused 64 64 128 1 1 4 3 | w8a16-channel | 24576 | 4096 | 64:50.2
-triton_w8a16 | wide 128 128 64 1 1 4 3 | w8a16-channel | 24576 | 4096 | 128:71.7
-triton_w8a16 | wide 128 128 64 1 1 4 3 | w8a16-channel | 24576 | 4096 | 256:128.7
+triton_w8a16 | paired 16 64 256 1 1 4 3 | w8a16-channel | 24576 | 4096 | 16:27.9
+triton_w8a16 | paired 32 128 128 2 1 4 3 | w8a16-channel | 24576 | 4096 | 32:35.6
+triton_w8a16 | wide 64 64 64 1 1 4 4 | w8a16-channel | 24576 | 4096 | 64:51.6
+triton_w8a16 | wide 128 128 64 1 1 4 3 | w8a16-channel | 24576 | 4096 | 128:81.5
 triton_w8a16 | chunked | w8a16-channel | 24576 | 4096 | 1024:363.1 2048:677.1 4096:1273.2 8192:2595.8
 triton_w8a16 | gemv 1 8 512 1 1 2 5 | w8a16-channel | 4096 | 12288 | 1:14.3
 triton_w8a16 | fused 8 16 128 1 4 4 5 | w8a16-channel | 4096 | 12288 | 2:15.1 4:15.1
-triton_w8a16 | fused 8 16 128 1 4 4 4 | w8a16-channel | 4096 | 12288 | 8:15.4
-triton_w8a16 | fused 16 16 128 1 4 4 4 | w8a16-channel | 4096 | 12288 | 16:18.9
-triton_w8a16 | fused 32 32 64 1 4 4 5 | w8a16-channel | 4096 | 12288 | 32:27.9
-triton_w8a16 | wide 64 64 64 4 1 4 4 | w8a16-channel | 4096 | 12288 | 64:32.9
-triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 12288 | 128:44.4
-triton_w8a16 | wide 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 12288 | 256:62.0
+triton_w8a16 | fused 8 16 128 1 4 4 4 | w8a16-channel | 4096 | 12288 | 8:15.5
+triton_w8a16 | fused 16 16 128 1 4 4 4 | w8a16-channel | 4096 | 12288 | 16:19.0
+triton_w8a16 | paired 32 64 128 4 1 4 4 | w8a16-channel | 4096 | 12288 | 32:21.6
+triton_w8a16 | paired 64 128 64 8 1 4 4 | w8a16-channel | 4096 | 12288 | 64:28.2
+triton_w8a16 | paired 128 128 64 4 1 8 4 | w8a16-channel | 4096 | 12288 | 128:45.2
 triton_w8a16 | chunked | w8a16-channel | 4096 | 12288 | 1024:178.9 2048:337.6 4096:660.1 8192:1244.9
 """  # noqa: E501 - a table
 
