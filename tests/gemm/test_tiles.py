@@ -57,6 +57,7 @@ def test_default_tiles_are_near_the_best_timed():
         (32, 4096, 12288, TileConfig(32, 64, 256, 8, 4, 8, swap=True)),
         # three tiles an SM at once
         (16, 24576, 4096, TileConfig(16, 64, 256, 8, 4, 3, swap=True)),
+        (1, 1280, 8192, TileConfig(16, 64, 256, 8, 4, 8, swap=True)),
         (33, 6144, 4096, TileConfig(64, 64, 256, 8, 4, 6)),
         # 132 tiles of 16 columns for 132 SMs
         (64, 2112, 7168, TileConfig(64, 16, 256, 8, 4, 8)),

@@ -41,7 +41,7 @@ DEEPSEEK_V3 = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 
 ODD = (
     *((1, 1), (1, 33), (33, 1), (33, 33), (33, 80), (80, 320), (320, 576), (576, 1856)),
     *((1856, 2112), (2112, 8608), (8608, 320), (576, 7168), (512, 712), (33, 48), (4, 100)),
-    (256, 640),  # whole blocks, an odd number of them along K
+    *((256, 640), (128, 896)),  # whole blocks, 5 and 7 of them along K
 )
 MS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 133, 512, 4097)
 FIRST = (ROW, BLOCK, Scheme("channel"))  # the schemes of the large shapes
@@ -177,6 +177,19 @@ def test_long_sums_of_one_sign_keep_the_precision_that_the_mode_promises(name, a
     rounding = 2**-9 if problem.out_dtype == "bf16" else 0.0
     # "fast" may lose a unit of 2^-13 in each sum of 32
     assert error < rounding + (1e-3 if accumulate == "fp32_128" else k / 32 * 2**-13)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 9, 17])
+def test_torchs_block_scales_are_laid_out_right_for_any_number_of_blocks_along_k(blocks):
+    backend, device = gemm.backend("torch_scaled_mm"), current_device()
+    layer = testing_gemm.random_layer(BLOCK, 64, 256, 128 * blocks, device="cuda")
+    problem = testing_gemm.problem_of(layer, torch.bfloat16, True)
+    why = _refusal(backend, problem, device)
+    if why:
+        pytest.skip(f"torch_scaled_mm {why}")
+    wanted = testing_gemm.oracle(layer, True, True, torch.bfloat16)
+    found = [testing_gemm.check(backend, layer, wanted, problem, device, rows=m) for m in (2, 64)]
+    assert found == [None, None]
 
 
 def test_every_finite_code_is_decoded_exactly():

@@ -134,9 +134,8 @@ class TileBackend(Backend):
         assert isinstance(config, TileConfig)
         rows = -(-max(problem.m, 1) // config.block_m)
         per_sm = max(1, device.shared_memory // self.smem_bytes(config, problem, device))
-        # a weight that comes first is read again for each row of tiles
         slots = (device.sms or 1) * per_sm
-        return (rows if config.swap else 1) * -(-rows * -(-problem.n // config.block_n) // slots)
+        return -(-rows * -(-problem.n // config.block_n) // slots)
 
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
@@ -212,7 +211,8 @@ def _warp_tile(problem: Problem, sms: int) -> TileConfig:
 
 
 # of warp groups, from the largest: the first of which there are enough is the fastest timed on an
-# H200, or near it (tests/gemm/test_tiles.py); the second list where sums are kept twice
+# H200, or near it (tests/gemm/test_tiles.py); the second list where sums are kept twice: tiles of
+# 128 rows are 10 to 27 % slower there at M = 1024 and 2048 (promoted sums)
 _GROUP_TILES = (
     TileConfig(128, 256, 128, 8, 8, 4),
     TileConfig(128, 128, 128, 8, 4, 6),
@@ -221,13 +221,12 @@ _GROUP_TILES = (
     TileConfig(64, 32, 256, 8, 4, 6),
 )
 _GROUP_TILES_TWICE = (
-    TileConfig(128, 128, 128, 8, 8, 4),
-    TileConfig(64, 128, 128, 8, 4, 5),
+    TileConfig(64, 128, 128, 8, 4, 4),
     TileConfig(64, 64, 128, 8, 4, 6),
     TileConfig(64, 32, 128, 8, 4, 6),
 )
-# for so few columns that narrow tiles still are one wave: 8.7 µs at 2112 x 7168, M = 64; 32
-# columns take 10.0
+# for so few columns that narrow tiles are one wave too: 8.7 µs at 2112 x 7168, M = 64; 32 columns
+# take 10.0
 _NARROW = TileConfig(64, 16, 256, 8, 4, 8)
 
 
@@ -246,19 +245,19 @@ def _group_tile(problem: Problem, sms: int) -> TileConfig:
 
 
 def _swapped_tile(problem: Problem, sms: int) -> TileConfig | None:
-    """For up to 32 rows, unless N is so small that only narrow tiles reach every SM.
+    """For up to 32 rows.
 
-    At M = 16 on an H200 8.8 µs (6144 x 4096), 26.2 (24576 x 4096) and 15.1 (4096 x 12288); 64 rows
-    by the best tile 9.6, 28.1 and 15.9. With block scales 11.7, 27.8 and 28.7 against 12.0, 29.5
-    and 30.3; above 16 rows nothing is won there.
+    At M = 16 on an H200 8.8 µs (6144 x 4096), 26.2 (24576 x 4096), 15.1 (4096 x 12288) and 8.7
+    (2112 x 7168); 64 rows by the best tile 9.6, 28.1, 15.9 and 9.0. With block scales 11.7, 27.8
+    and 28.7 against 12.0, 29.5 and 30.3; above 16 rows nothing is won there.
     """
-    tiles, scaled = -(-problem.n // 64), scales_along_k(problem)
-    if problem.m > (16 if scaled else 32) or 20 * tiles < 7 * sms:
+    scaled = scales_along_k(problem)
+    if problem.m > (16 if scaled else 32):
         return None
     if scaled:
         return TileConfig(16, 64, 128, 8, 4, 6, swap=True)
     # 160 KB of weights in flight, or three tiles an SM at once
-    stages = 8 if tiles <= sms else 3
+    stages = 8 if -(-problem.n // 64) <= sms else 3
     return TileConfig(16 if problem.m <= 16 else 32, 64, 256, 8, 4, stages, swap=True)
 
 
