@@ -90,6 +90,12 @@ def test_the_table_of_a_gpu_is_named(monkeypatch):
     assert "none for NVIDIA GeForce RTX 3090" in doctor.table_found(find_device("3090"))
 
 
+@pytest.mark.parametrize(("gpu", "tunes"), [("4090", True), ("l40s", False), ("a100", True)])
+def test_tuning_is_the_next_step_where_a_table_is_missing(gpu, tunes):
+    hints = doctor._hints(find_device(gpu), [])
+    assert any(hint.startswith("anyfp8 tune") for hint in hints) == tunes
+
+
 def test_env_lists_every_variable_with_its_source(call, monkeypatch):
     monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "yes")
     monkeypatch.setenv("ANYFP8_BACKEND", "dequant")

@@ -279,8 +279,10 @@ def _hints(device: Device, checks: list[Check]) -> list[str]:
     hints = ["anyfp8 run MODEL -p TEXT"]
     if device.vendor == "cpu":
         hints.append("anyfp8 explain MODEL --device h200   # any GPU, none needed")
-    else:
-        hints.append("anyfp8 explain MODEL   # which kernel serves each layer here")
+        return hints
+    hints.append("anyfp8 explain MODEL   # which kernel serves each layer here")
+    if not load_tables(device).tables:
+        hints.append("anyfp8 tune MODEL   # no tuned table for this GPU: measure one")
     return hints
 
 
