@@ -202,6 +202,33 @@ def test_a_pool_that_is_closed_ends_at_once_whatever_its_compilers_do():
     assert all("SIGKILL" in future.result(5) for future in futures[:3])
 
 
+def test_what_is_asked_for_compiles_before_what_may_be(tmp_path):
+    pytest.importorskip("triton")
+    log = tmp_path / "log"
+    script = SCRIPT.replace('"us": 5.0', '"refused": ""').replace(
+        "asked = json.loads(line)",
+        f"asked = json.loads(line); open({str(log)!r}, 'a').write(asked['forms'] + '\\n'); "
+        "time.sleep(0.05)",
+    )
+    script = script.replace('asked.get("config", {}).get("what", asked["do"])', '"fine"')
+    pool = Pool(H200, 1, (sys.executable, "-S", "-c", script), 20)
+    cell, asked = the_cell(), tiles(16, 32, 64, 128, 256)
+    pool.prepare((cell, "triton_row", tile) for tile in asked)
+    wanted = [pool.submit(cell, "triton_row", tile) for tile in asked]
+    pool.prepare((cell, "triton_row", tile | {"num_stages": 4}) for tile in asked)
+    late = pool.submit(cell, "triton_row", asked[0] | {"num_stages": 5})
+    try:
+        assert [future.result(20) for future in wanted] == [""] * 5
+        assert late.result(20) == ""
+        done = len(log.read_text().split())
+        # the late one did not wait for the five that nobody asked for
+        assert done <= 8
+    finally:
+        pool.close()
+    # put twice, compiled once
+    assert len(set(log.read_text().split())) == len(log.read_text().split())
+
+
 def test_cells_that_differ_in_what_no_kernel_sees_share_a_compilation():
     pytest.importorskip("triton")
     pool = Pool(H200, 0)

@@ -26,7 +26,7 @@ from anyfp8.tools.tune_journal import Book, Outcome, Refusal
 from anyfp8.tools.tune_search import FULL, Ask, Effort
 
 # cells that are open at once on one GPU
-_OPEN = 3
+_OPEN = 4
 # seconds: making operands and trying libraries, one candidate, one race
 OPEN_LIMIT_S, TIME_LIMIT_S, RACE_LIMIT_S = 400.0, 30.0, 120.0
 

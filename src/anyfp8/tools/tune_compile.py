@@ -9,11 +9,13 @@ what divides them.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import queue
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,9 +57,12 @@ class Pool:
     ) -> None:
         count = max(1, min(32, cores() - 2)) if count is None else count
         self._device, self._limit_s = device, limit_s
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._work: queue.PriorityQueue[Any] = queue.PriorityQueue()
         self._known: dict[tuple[Form, ...], Future[str]] = {}
+        self._begun: set[int] = set()
+        self._count = itertools.count()
         self._taking = threading.Lock()
+        self._closed = False
         # nothing is timed there
         self._children = [Child(command, {"CUDA_VISIBLE_DEVICES": ""}) for _ in range(count)]
         self._threads = [
@@ -67,29 +72,47 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, cell: Cell, backend: str, config: dict[str, Any]) -> Future[str]:
-        """Compile what a candidate launches, unless it was compiled before."""
+    def submit(
+        self, cell: Cell, backend: str, config: dict[str, Any], ahead: bool = False
+    ) -> Future[str]:
+        """Compile what a candidate launches, unless it was compiled before.
+
+        Args:
+            ahead: nobody waits for it yet: after everything that somebody waits for.
+        """
         try:
-            forms = tuple(
-                form_of(launch) for launch in launches(cell, backend, config, self._device)
-            )
+            forms = tuple(form_of(each) for each in launches(cell, backend, config, self._device))
         except Exception as error:
             refused: Future[str] = Future()
             refused.set_result(f"cannot be launched: {error}")
             return refused
         with self._taking:
-            if forms not in self._known:
-                self._known[forms] = Future()
+            known = self._known.get(forms)
+            future = self._known[forms] = Future() if known is None else known
+            if known is None or (not ahead and id(future) not in self._begun):
                 request = request_of(forms, self._device)
-                self._work.put((self._known[forms], request))
-            return self._known[forms]
+                self._work.put((1 + ahead, next(self._count), future, request))
+            return future
+
+    def prepare(self, asks: Iterable[tuple[Cell, str, dict[str, Any]]]) -> None:
+        """Submit what will be asked for, in another thread, until the pool is closed."""
+
+        def work() -> None:
+            for cell, backend, config in asks:
+                if self._closed:
+                    return
+                self.submit(cell, backend, config, ahead=True)
+
+        threading.Thread(target=work, daemon=True).start()
 
     def close(self) -> None:
         """End the children; what was not begun is dropped."""
-        for future in self._known.values():
-            future.cancel()
+        self._closed = True
+        with self._taking:
+            for future in self._known.values():
+                future.cancel()
         for _ in self._threads:
-            self._work.put(None)
+            self._work.put((0, next(self._count), None, None))
         for child in self._children:
             child.stop()
         for thread, child in zip(self._threads, self._children, strict=True):
@@ -97,9 +120,15 @@ class Pool:
             child.close()
 
     def _serve(self, child: Child) -> None:
-        for future, request in iter(self._work.get, None):
-            if not future.set_running_or_notify_cancel():
-                continue
+        while True:
+            _, _, future, request = self._work.get()
+            if future is None:
+                return
+            with self._taking:
+                # it may have been put a second time, by somebody in more of a hurry
+                if id(future) in self._begun or not future.set_running_or_notify_cancel():
+                    continue
+                self._begun.add(id(future))
             try:
                 why = child.call(request, self._limit_s)["refused"]
             except ChildFailed as failure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,6 +27,7 @@ from anyfp8.tools.tune import GpuWorker, LocalQueue, Tuned, run_gpu
 from anyfp8.tools.tune_cells import Cell, Shape, cells_of
 from anyfp8.tools.tune_child import ChildFailed
 from anyfp8.tools.tune_compile import COMMAND, Compiler, Pool
+from anyfp8.tools.tune_contest import Contest
 from anyfp8.tools.tune_devices import (
     chosen,
     from_json,
@@ -193,6 +194,8 @@ def _tune(
     left = [cell for cell in cells if cell.key not in book.done]
     queue, failures = LocalQueue(left), []
     pool = compiler(device)
+    if isinstance(pool, Pool):
+        pool.prepare(_opening(left, device, effort))
     with console.progress(f"tuning {device.name}", len(left)) as shown:
 
         def won(tuned: Tuned) -> None:
@@ -219,6 +222,15 @@ def _tune(
     if failures:
         raise failures[0]
     return found
+
+
+def _opening(
+    cells: Iterable[Cell], device: Device, effort: Effort
+) -> Iterator[tuple[Cell, str, dict[str, Any]]]:
+    """What each cell times first, unless the GPU refuses a backend."""
+    for cell in cells:
+        for backend, ask in Contest(cell, device, {}, effort).asks():
+            yield cell, backend, ask.config.to_dict()
 
 
 def _from_journal(cell: Cell, book: Book) -> Tuned:
