@@ -2,9 +2,9 @@
 
 One byte a weight is stored and read; codes become fp16 or bf16 in registers, exactly, and scales
 are applied in fp32 after the product (inside it where they change along K). Four kinds of kernel by
-the number of tokens: CUDA cores for one to four, a tile whose warps split K, a plain tile, and for
-many tokens the 16-bit library product over a weight that is dequantized in chunks of rows, which
-nothing written in Triton beats there.
+the number of tokens: CUDA cores for one, a tile whose warps split K, a plain tile, and for many
+tokens the 16-bit library product over a weight that is dequantized in chunks of rows, which nothing
+written in Triton beats there.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ def by_groups(device: Device) -> bool:
     return bool({"wgmma", "tcgen05"} & device.arch.features)
 
 
+def fewest_tokens(device: Device) -> int:
+    """Eight tokens fill the narrow side of NVIDIA's instruction of one warp, AMD's takes 16."""
+    return 8 if "cp_async" in device.arch.features else 16
+
+
 def by_warps(config: W8A16Config, device: Device) -> bool:
     """Whether each warp multiplies its own part of a plain tile, as NVIDIA's do."""
     wide = config.num_warps >= 4 and config.block_n >= 64
@@ -149,8 +154,7 @@ class TritonW8A16(Backend):
                 return "multiplies one, two or four rows on CUDA cores"
             sums = config.block_m * config.block_n * config.block_k
         else:
-            # eight tokens fill the narrow side of NVIDIA's instruction of one warp
-            fewest = 8 if "cp_async" in device.arch.features else 16
+            fewest = fewest_tokens(device)
             if config.block_m < fewest or min(config.block_n, config.block_k) < 16:
                 return f"is below the tensor cores' {fewest}x16x16"
             if config.how == "wide" and config.block_m < 16:
@@ -168,6 +172,10 @@ class TritonW8A16(Backend):
         assert isinstance(config, W8A16Config)
         step = scale_step(problem.scheme, problem.k)
         low = replace(config, block_k=min(config.block_k, step))
+        if low.how == "paired" and problem.k % 16:
+            low = replace(low, how="fused")
+        if low.how == "fused":
+            low = replace(low, block_m=max(low.block_m, fewest_tokens(device)))
         while self.illegal(low, problem, device):
             if low.num_stages > 2:
                 low = replace(low, num_stages=low.num_stages - 1)
@@ -180,70 +188,84 @@ class TritonW8A16(Backend):
         return low
 
     def default_config(self, problem: Problem, device: Device) -> W8A16Config:
-        """CUDA cores to 4 tokens, warps splitting K to 64, a plain tile to 128, then the library.
+        """CUDA cores for one token, matrix units to 128 or 256, then the library.
 
-        The thresholds are the H200's (tests/data/gemm/); N counts by tiles an SM. K is split over
-        blocks only where N leaves most SMs idle.
+        The thresholds are the H200's (tests/data/gemm/); N counts by columns an SM. K is split over
+        blocks where N alone gives the SMs too few.
         """
         n, k, sms = problem.n, problem.k, device.sms or 64
-        low = self.lowered(self._tile(max(problem.m, 1), n / sms, device), problem, device)
+        tile, waves = self._tile(max(problem.m, 1), n / sms, k, device)
+        low = self.lowered(tile, problem, device)
         assert low is not None, f"no legal default of {self.name} for {problem.key}"
         if low.how == "chunked":
             return low
-        tiles, split = -(-n // low.block_n), low.split_k
-        while 2 * tiles * split < sms and split < 8 and k // (split * 2) >= 1024:
+        tiles, split = -(-problem.m // low.block_m) * -(-n // low.block_n), 1
+        # eight steps a part at least, which fill the pipeline twice
+        least = 16 * low.slices * low.block_k
+        while 2 * tiles * split <= waves * sms and split < 8 and k >= least * split:
             split *= 2
         return replace(low, split_k=split)
 
-    def _tile(self, m: int, per_sm: float, device: Device) -> W8A16Config:
-        """By tokens and columns of N an SM. µs: H200, with sm_80 code after a slash.
+    def _tile(self, m: int, per_sm: float, k: int, device: Device) -> tuple[W8A16Config, float]:
+        """(tile, blocks wanted for each SM) by tokens and columns of N an SM.
 
-        At 6144 x 4096 Marlin takes 12.5 at M = 4 and 8, 15.4 at 32 and 22.5 at 64: faster than any
-        of ours that was timed.
+        µs: H200, with sm_80 code after a slash; Marlin's in brackets.
         """
-        # matrix instructions of four warps
         groups = by_groups(device)
-        # tiles of 32 columns, one an SM
-        one_wave = per_sm <= 32
-        if m <= 2:
-            # 8.6/9.4 at 6144 x 4096, M = 1, where 1,024 columns by four warps take 10.7/11.0
-            return W8A16Config("gemv", m, 8, 512, 1, 1, 2, 4)
-        if m <= 4 and one_wave:
-            # 24.5/29.4 at 4096 x 12288; matrix units 27.6/27.7
-            return W8A16Config("gemv", 4, 8, 256, 1, 1, 2, 6)
-        if m <= 4:
-            # 47.7/45.7 at 24576 x 4096; CUDA cores 53.9/60.8
-            return W8A16Config("fused", 16, 64, 64, 1, 4, 4, 4)
-        if m <= 16 and per_sm <= 48:
-            # three tiles an SM at once: 12.0/12.0 at 6144 x 4096, M = 16; 32 columns 13.6/13.5
-            return W8A16Config("fused", 16, 16, 128, 1, 4, 4, 4)
-        if m <= 16 and groups:
-            # 33.9 at 24576 x 4096, M = 16, as good as any
-            return W8A16Config("fused", 16, 32, 128, 1, 4, 4, 3)
+        wide = per_sm > 96
+        if m == 1 and not wide:
+            # 8.6/8.8 (12.6) at 6144 x 4096, 14.5/14.7 (21.7) at 4096 x 12288
+            return W8A16Config("gemv", 1, 8, 512, 1, 1, 2, 4), 1
+        if m <= 8 and wide:
+            # 26.0/26.0 (32.8) at 24576 x 4096, M = 1; CUDA cores 27.1/27.7
+            return W8A16Config("fused", 8, 64, 256, 1, 1, 4, 3), 1
+        if m <= 8:
+            # three tiles an SM at once: 9.6/9.6 (12.6) at 6144 x 4096, 15.4/15.4 (21.8) at
+            # 4096 x 12288; CUDA cores for two tokens 10.6/10.7 and 15.2/15.8
+            return W8A16Config("fused", 8, 16, 128, 1, 4, 4, 4), 1
+        if m <= 16 and wide:
+            # 28.0/27.6 (34.0) at 24576 x 4096; code by code on the group instruction 37.0
+            return W8A16Config("paired" if groups else "fused", 16, 64, 256, 1, 1, 4, 3), 1
         if m <= 16:
-            # 30.3 there; slices 33.8
-            return W8A16Config("fused", 16, 64, 256, 1, 1, 4, 4)
+            # 11.4/11.0 (13.2) at 6144 x 4096, 18.9/17.5 (22.2) at 4096 x 12288
+            stages = 4 if per_sm <= 32 else 3
+            return W8A16Config("fused", 16, 16, 128, 1, 4, 4, stages), 1
+        if m <= 32 and groups:
+            # K in four parts: 13.3 (15.5) at 6144 x 4096, 21.7 (24.0) at 4096 x 12288; 35.7 (36.1)
+            # at 24576 x 4096
+            return W8A16Config("paired", 32, 64, 128, 1, 1, 4, 4), 3
+        if m <= 32 and per_sm <= 32:
+            # 22.3 (24.0) at 4096 x 12288
+            return W8A16Config("fused", 32, 32, 64, 1, 4, 4, 5), 1
+        if m <= 32 and not wide:
+            # K in four parts: 14.5 (15.5) at 6144 x 4096
+            return W8A16Config("fused", 32, 128, 128, 1, 1, 4, 3), 3
         if m <= 32:
-            # 29.2/28.5 at 4096 x 12288, three stages 31.9/32.1; at 24576 x 4096 55.1 and 46.2
-            return W8A16Config("fused", 32, 32, 64, 1, 4, 4, 5 if one_wave else 3)
-        if m <= 64 and one_wave:
-            # 41.3/41.2 at 4096 x 12288; a plain tile 66.9
-            return W8A16Config("fused", 64, 32, 64, 1, 4, 4, 4)
+            # 32.7 (36.1) at 24576 x 4096
+            return W8A16Config("fused", 32, 64, 128, 1, 1, 4, 4), 3
+        if m <= 64 and groups:
+            # K in eight parts: 17.4 (22.5) at 6144 x 4096, 28.0 (35.2) at 4096 x 12288; 50.4 (51.4)
+            # at 24576 x 4096
+            if wide:
+                return W8A16Config("wide", 64, 64, 64, 1, 1, 4, 4), 3
+            return W8A16Config("paired", 64, 128, 64, 1, 1, 4, 4), 3
         if m <= 64:
-            # 57.9/59.7 at 24576 x 4096; slices 99.2/99.0
-            return W8A16Config("fused", 64, 64, 64, 1, 1, 4, 4)
-        if m <= 128 and groups:
-            # 49.3 at 4096 x 12288 with K in four parts, 81.5 by the library; 29.9 at 6144 x 4096
-            # with 64 columns, 34.1 with 128 and K in two parts
-            wide = W8A16Config("fused", 128, 128, 64, 1, 1, 8, 4)
-            return wide if one_wave else W8A16Config("fused", 128, 64, 64, 1, 1, 4, 4)
-        if m <= 128 and per_sm > 128:
-            # 104 at 24576 x 4096; the library 141, and 35 at 6144 x 4096 where this takes 44
-            return W8A16Config("fused", 64, 128, 64, 1, 1, 4, 4)
-        if m <= 256 and groups and per_sm > 128:
-            # 119 at 24576 x 4096; the library 157
-            return W8A16Config("fused", 128, 128, 64, 1, 1, 8, 3)
-        return W8A16Config("chunked")
+            # K in four parts: 17.8 (22.5) at 6144 x 4096, 29.3 (35.2) at 4096 x 12288; 53.8 (51.4)
+            # at 24576 x 4096
+            return W8A16Config("fused", 64, 64, 128, 1, 1, 4, 3), 3
+        if groups and wide and m <= 256:
+            # 71 (88.6) at 24576 x 4096, M = 128; 129 at 256, the library 157
+            return W8A16Config("wide", 128, 128, 64, 1, 1, 4, 3), 1.5
+        if groups and (m <= 128 or (m <= 256 and k >= 8192)):
+            # K in four parts: 27.5 (30.9) at 6144 x 4096, 45 (59.5) at 4096 x 12288, M = 128; 62 at
+            # 256, the library 92
+            waves = 1.5 if m <= 128 else 2
+            return W8A16Config("wide", 128, 128, 64, 1, 1, 8, 4), waves
+        if m <= 128:
+            # K in two parts: 34.2 (30.9) at 6144 x 4096, 54 (59.5) at 4096 x 12288; 82.6 (88.6) at
+            # 24576 x 4096
+            return W8A16Config("fused", 64, 128, 64, 1, 1, 4, 4), 1.5
+        return W8A16Config("chunked"), 1
 
     def configs(self, problem: Problem, device: Device) -> Iterator[W8A16Config]:
         """Every legal configuration that does not waste most of its tile."""
@@ -257,6 +279,13 @@ class TritonW8A16(Backend):
                 W8A16Config("gemv", rows, bn, bk, split, 1, warps, stages)
                 for bn, bk, split, warps, stages in tiles
                 if 16 * 32 * warps <= bn * bk
+            ]
+        if problem.m > 4:
+            paired = product((16, 32, 64), (64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 5))
+            candidates += [
+                W8A16Config("paired", bm, bn, bk, split, 1, 4, stages)
+                for bm, bn, bk, split, stages in paired
+                if bm == 16 or bm < 2 * problem.m
             ]
         if problem.m > 8:
             wide = product((64, 128), (32, 64, 128, 256), (64, 128), (1, 2, 4), (4, 8), (3, 4))
