@@ -1,5 +1,6 @@
 """What Triton compiles for a launch, compiled without a GPU under the key that the GPU asks for."""
 
+import json
 import logging
 import os
 import pickle
@@ -81,6 +82,35 @@ def test_forms_travel_and_need_no_torch(tmp_path):
     fine, wrong = done.stdout.splitlines()
     assert fine == '{"error": "", "compiled": 1, "loaded": 0}'
     assert "missing" in wrong
+
+
+ORDER = """
+import importlib, json, sys
+from anyfp8.form import settle
+found = {}
+for name in sys.argv[1].split(","):
+    module, kernel = name.split(":")
+    found[kernel] = getattr(importlib.import_module("anyfp8.kernels." + module), kernel)
+    settle(found[kernel])
+print(json.dumps({name: kernel.cache_key for name, kernel in found.items()}))
+"""
+KERNELS = (
+    *("quantize_token:quantize_token_kernel", "quantize_group:quantize_group_kernel"),
+    *("w8a16_gemv:w8a16_gemv", "w8a16_plain:w8a16_plain", "w8a16_sliced:w8a16_sliced"),
+    *("row_plain:row_plain", "block_plain:block_plain", "quantize_block:quantize_block_kernel"),
+)
+
+
+def test_keys_do_not_depend_on_which_kernel_comes_first():
+    keys = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", ORDER, ",".join(order)], capture_output=True, check=True
+            ).stdout
+        )
+        for order in (KERNELS, KERNELS[::-1], (*KERNELS[1:], KERNELS[0]))
+    ]
+    assert keys[0] == keys[1] == keys[2]
 
 
 def test_pointers_say_what_triton_asks():

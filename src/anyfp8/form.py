@@ -53,7 +53,9 @@ class Form:
     def compile(self) -> Any:
         """Compile inside `target_is`: Triton's kernel, also kept in its cache on disk."""
         values = dict((*self.arguments, *self.constants, *self.options))
-        return self.function().run(grid=(1,), warmup=True, **values)
+        kernel = self.function()
+        settle(kernel)
+        return kernel.run(grid=(1,), warmup=True, **values)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,24 @@ def _representative(value: Any, specialized: bool) -> Any:
     narrow = -(1 << 31) <= value < 1 << 31
     even = specialized and value % 16 == 0
     return (16 if even else 7) + (0 if narrow else 1 << 40)
+
+
+def settle(kernel: Any) -> None:
+    """Hash the functions that a kernel calls before it is hashed itself.
+
+    Triton's key of a kernel holds the constants of the functions it calls only where these were
+    hashed earlier (3.6 and 3.7: `DependenciesFinder._update_hash` reads a function's constants
+    before it has them). Without this the key depends on which kernel a process compiles first, and
+    another process compiles again.
+    """
+    if getattr(kernel, "hash", "not Triton's") is not None:
+        return
+    for name in kernel.fn.__code__.co_names:
+        called = kernel.fn.__globals__.get(name)
+        # not of the function itself: it is a property, which hashes
+        if hasattr(type(called), "cache_key"):
+            settle(called)
+    _ = kernel.cache_key
 
 
 @contextmanager

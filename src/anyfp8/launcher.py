@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from anyfp8.errors import DeviceError
-from anyfp8.form import with_cache
+from anyfp8.form import settle, with_cache
 
 
 class Launch(Protocol):
@@ -97,6 +97,7 @@ class Launcher:
                 hint="anyfp8.warmup(model, ms=[...]), or call the function once outside",
             )
         dependent = {"launch_pdl": True} if launch.pdl else {}
+        settle(launch.kernel)
         kernel = launch.kernel[launch.grid]
         compiled = with_cache(
             lambda: kernel(**arguments, **launch.constants, **options, **dependent)

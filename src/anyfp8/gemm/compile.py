@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyfp8.errors import MissingPackage
-from anyfp8.form import with_cache
+from anyfp8.form import settle, with_cache
 
 if TYPE_CHECKING:
     from anyfp8.device import Arch
@@ -75,6 +75,7 @@ def compile_for(source: Source, arch: Arch) -> Any:
     from triton.compiler import ASTSource
 
     kernel = source.load()
+    settle(kernel)
     constants = dict(source.constants)
     types = dict(source.signature)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
