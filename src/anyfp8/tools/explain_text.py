@@ -110,7 +110,7 @@ def config_of(choice: Choice) -> str:
     """The configuration that a kernel is launched with, as field=value."""
     fields = choice.config.to_dict()
     if fields.get("how") == "chunked":
-        fields = {"how": "chunked"}
+        return "how=chunked: dequantized a part at a time, multiplied by torch"
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
