@@ -231,4 +231,4 @@ def test_eval_computes_as_an_official_runtime_does(call, checkpoint, tmp_path):
     assert found["quark"]["served"][0].startswith("14 layers as quark computes them")
     status, _, err = call(*given, "--emulate", "vllm")
     assert status == 2
-    assert "w8a8, compressed-tensors, quark" in err
+    assert "w8a8, compressed-tensors, quark, modelopt" in err

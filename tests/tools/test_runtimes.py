@@ -12,7 +12,7 @@ from anyfp8.checkpoint import open_checkpoint
 from anyfp8.errors import InputError
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import Scheme
-from anyfp8.tools.runtimes import emulate_runtime, fake_quantized
+from anyfp8.tools.runtimes import RUNTIMES, emulate_runtime, fake_quantized
 
 DATA = Path(__file__).parent.parent / "data" / "checkpoints"
 FOLDERS = {
@@ -49,16 +49,29 @@ def test_a_last_group_that_is_not_whole_is_one_of_its_own():
     scheme = Scheme("block", "group", True, (128, 128), 128)
     x = torch.randn(3, 160).bfloat16()
     whole = torch.cat([x[:, :128], torch.nn.functional.pad(x[:, 128:], (0, 96))], 1)
-    assert torch.equal(fake_quantized(x, scheme), fake_quantized(whole, scheme)[:, :160])
+    assert torch.equal(
+        fake_quantized(x, scheme, "quark"), fake_quantized(whole, scheme, "quark")[:, :160]
+    )
 
 
 @pytest.mark.parametrize("activation", ["token", "tensor"])
-def test_rows_of_zeros_stay_zero(activation):
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_rows_of_zeros_stay_zero(activation, name):
     x = torch.zeros(2, 32).bfloat16()
-    assert torch.equal(fake_quantized(x, Scheme("channel", activation, dynamic=True)), x)
+    assert torch.equal(fake_quantized(x, Scheme("channel", activation, dynamic=True), name), x)
+
+
+def test_modelopts_own_fake_quantization_is_met_to_the_last_bit():
+    # written by modelopt.torch.quantization.tensor_quant.fp8_eager of nvidia-modelopt 0.47
+    stored = load_file(DATA / "modelopt-fake-quant.safetensors")
+    x = stored["x"]
+    static = fake_quantized(x, Scheme("tensor", "tensor"), "modelopt", stored["input_scale"])
+    assert torch.equal(static, stored["static"])
+    tokens = fake_quantized(x, Scheme("channel", "token", dynamic=True), "modelopt")
+    assert torch.equal(tokens, stored["per_token"])
 
 
 def test_an_unknown_runtime_is_refused_by_name():
     with pytest.raises(InputError, match="runtime") as caught:
         emulate_runtime(torch.nn.Sequential(), "vllm")
-    assert "compressed-tensors, quark" in caught.value.want
+    assert "compressed-tensors, quark, modelopt" in caught.value.want

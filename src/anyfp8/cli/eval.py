@@ -29,7 +29,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="w8a8: compute what a GPU's FP8 units would, where there are none; "
-            "compressed-tensors, quark: what that runtime computes, in its 16-bit arithmetic."
+            "compressed-tensors, quark, modelopt: what that runtime computes, in its arithmetic."
         ),
     ] = None,
     dynamic_fallback: DynamicFallback = False,

@@ -1,17 +1,15 @@
 """y = linear(q(x / s) · s, W in 16 bits): FP8 layers in the arithmetic of an official runtime.
 
-compressed-tensors (in transformers) and Quark run FP8 models as fake quantization. `eval --emulate
-compressed-tensors` computes what they do, so that a perplexity that differs from theirs can be told
-from a checkpoint that was read wrong: on equal inputs these outputs are theirs bit for bit.
+compressed-tensors (in transformers), Quark and ModelOpt run FP8 models as fake quantization. `eval
+--emulate compressed-tensors` computes what they do, so that a perplexity that differs from theirs
+can be told from a checkpoint that was read wrong: on equal inputs these outputs are theirs.
 
-The surprise: they divide x by its scale in x's own 16 bits and then round to FP8, twice in all. Two
-to five codes in a hundred come out one step away, and a static model's perplexity moves by half a
-percent, up or down.
+The surprise: the first two divide x by its scale in x's own 16 bits and then round to FP8, twice in
+all; ModelOpt rounds once, and then what it has dequantized, to 16 bits. Up to a tenth of the codes
+come out one step away, and a static model's perplexity moves by half a percent, up or down.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -21,7 +19,9 @@ from anyfp8.fp8 import E4M3FN
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import QTensor, Scheme
 
-RUNTIMES = ("compressed-tensors", "quark")
+# whether x is divided by its scale in 16 bits
+_DIVIDES = {"compressed-tensors": True, "quark": True, "modelopt": False}
+RUNTIMES = tuple(_DIVIDES)
 
 
 def emulate_runtime(model: torch.nn.Module, name: str) -> str:
@@ -29,7 +29,7 @@ def emulate_runtime(model: torch.nn.Module, name: str) -> str:
 
     Args:
         model: of `load`; each layer keeps a copy of its weight in 16 bits.
-        name: one of `RUNTIMES`, whose arithmetic is the same.
+        name: one of `RUNTIMES`.
 
     Returns:
         A line that says so.
@@ -41,30 +41,34 @@ def emulate_runtime(model: torch.nn.Module, name: str) -> str:
         raise InputError("not a runtime to emulate", got=name, want=", ".join(RUNTIMES))
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:
-        layer.forward = _Emulated(layer)
-    return f"{len(layers)} layers as {name} computes them: x / scale in 16 bits, then FP8"
+        layer.forward = _Emulated(layer, name)
+    how = (
+        "x / scale in 16 bits, then FP8" if _DIVIDES[name] else "FP8, and what it means in 16 bits"
+    )
+    return f"{len(layers)} layers as {name} computes them: {how}"
 
 
 class _Emulated:
     """The forward of a layer."""
 
-    def __init__(self, layer: Fp8Linear) -> None:
+    def __init__(self, layer: Fp8Linear, name: str) -> None:
+        self.name = name
         q = QTensor(layer.weight, layer.weight_scale, layer.scheme.block)
         self.weight = reference.dequantize(q, layer.dtype)
         self.scheme, self.bias, self.input_scale = layer.scheme, layer.bias, layer.input_scale
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        seen = fake_quantized(x, self.scheme, self.input_scale)
+        seen = fake_quantized(x, self.scheme, self.name, self.input_scale)
         return torch.nn.functional.linear(seen, self.weight, self.bias)
 
 
 def fake_quantized(
-    x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
+    x: torch.Tensor, scheme: Scheme, name: str, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x as those runtimes see it: quantized in 16-bit arithmetic and dequantized.
+    """x as a runtime sees it: quantized and dequantized.
 
     Args:
-        x: [..., K] bf16 or fp16. input_scale: fp32 [] of a static scheme.
+        x: [..., K] bf16 or fp16. name: one of `RUNTIMES`. input_scale: fp32 [] of a static scheme.
 
     Returns:
         [..., K] of x's dtype.
@@ -75,15 +79,22 @@ def fake_quantized(
     group = scheme.group or k
     # a last group that is not whole: the runtimes fail there, zeros change no maximum
     parts = torch.nn.functional.pad(x, (0, -k % group)).unflatten(-1, (-1, group))
-    scale = _scale(x, parts, scheme, input_scale).to(x.dtype)
-    codes = (parts / scale).clamp(-E4M3FN.max, E4M3FN.max).to(torch.float8_e4m3fn)
-    return (codes.to(x.dtype) * scale).flatten(-2)[..., :k]
-
-
-def _scale(x: torch.Tensor, parts: Any, scheme: Scheme, static: torch.Tensor | None) -> Any:
-    if static is not None:
-        return static
-    amax = x.abs().amax() if scheme.activation == "tensor" else parts.abs().amax(-1, keepdim=True)
-    scale = amax / E4M3FN.max
+    if input_scale is not None:
+        amax = input_scale.float() * E4M3FN.max
+    elif scheme.activation == "tensor":
+        amax = x.abs().amax()
+    else:
+        amax = parts.abs().amax(-1, keepdim=True)
     # of nothing but zeros; any scale gives them back
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    amax = torch.where(amax == 0, torch.ones_like(amax), amax)
+    if _DIVIDES[name]:
+        scale = (amax / E4M3FN.max if input_scale is None else input_scale).to(x.dtype)
+        seen = _rounded(parts / scale).to(x.dtype) * scale
+    else:
+        factor = E4M3FN.max / amax.float()
+        seen = (_rounded(parts.float() * factor).float() * (1 / factor)).to(x.dtype)
+    return seen.flatten(-2)[..., :k]
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-E4M3FN.max, E4M3FN.max).to(torch.float8_e4m3fn)
