@@ -1,7 +1,6 @@
 """What `anyfp8 tune --dry-run` says: which cells, which candidates, how long, into which file.
 
-Needs no GPU. The estimate of time is the H200's with 16 cores: compiling takes most of it, so it
-grows where cores are few.
+Needs no GPU. Compiling takes most of the time, so the estimate grows where cores are few.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from anyfp8.tools.tune_compile import cores
 from anyfp8.tools.tune_contest import Contest
 from anyfp8.tools.tune_search import Effort
 
-# seconds on an H200: timing one configuration, a race, compiling one on one core
-_TIMING_S, _RACE_S, _COMPILE_S = 0.08, 0.8, 2.0
+# seconds on an H200: timing one configuration, a race; compiling one on a core, and the share of
+# them that no other cell compiled
+_TIMING_S, _RACE_S, _COMPILE_S, _OWN = 0.02, 0.5, 4.0, 0.6
 
 
 def seconds_of(cell: Cell, device: Device, effort: Effort) -> float:
     """About how long one cell takes on one GPU here."""
     contest = Contest(cell, device, {}, effort)
     searches = len({backend for backend, _ in contest.asks()})
-    compiling = _COMPILE_S * effort.most / max(1, cores() - 2)
+    compiling = _OWN * _COMPILE_S * effort.most / max(1, cores() - 2)
     timing = _TIMING_S * (effort.most + effort.again)
     return searches * max(compiling, timing) + _RACE_S * len(cell.ops)
 
@@ -167,7 +167,7 @@ def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _count(number: int, what: str) -> str:

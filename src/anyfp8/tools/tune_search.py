@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from anyfp8.gemm.base import Config
 
 # how much longer than the first a second timing is
@@ -137,7 +139,7 @@ class Space:
         names = [f.name for f in fields(self.order[0])] if guesses else []
         self._values = [sorted({getattr(c, n) for c in guesses}, key=_rank_of) for n in names]
         self._names = names
-        self._place = {c: self.position(c) for c in self.order}
+        self._places = np.array([self._position(c) for c in self.order])
 
     def first(self, count: int) -> list[Config]:
         """The first in order, at most two of one tile: the model hardly tells warps and stages."""
@@ -154,47 +156,39 @@ class Space:
 
     def unlike(self, configs: Sequence[Config], count: int) -> list[Config]:
         """Of the better quarter those farthest from `configs` and from each other."""
-        pool = self.order[: max(64, len(self.order) // 4)]
-        taken, found = [self.position(c) for c in configs], []
+        pool = self._places[: max(64, len(self.order) // 4)]
+        if not configs or not len(pool):
+            return []
+        nearest = np.min([self._steps(pool, c) for c in configs], axis=0)
+        found = []
         for _ in range(min(count, len(pool))):
-            if not taken:
-                break
-            farthest = max(pool, key=lambda c: min(_steps(self._place[c], t) for t in taken))
-            found.append(farthest)
-            taken.append(self._place[farthest])
+            found.append(self.order[int(nearest.argmax())])
+            nearest = np.minimum(nearest, self._steps(pool, found[-1]))
         return found
 
     def likeliest(self, known: Mapping[Config, float]) -> list[Config]:
         """The better ones by the ranker, in the order of what is known of their neighbours."""
         # of one that the ranker does not know the ratio would mean nothing
-        missed = [
-            (self.position(c), math.log(us / self.guesses[c]))
-            for c, us in known.items()
-            if c in self.guesses
-        ]
+        missed = {c: math.log(us / self.guesses[c]) for c, us in known.items() if c in self.guesses}
         if not missed:
             return self.order
-        mean = sum(ratio for _, ratio in missed) / len(missed)
+        places = self._places[:_LOOKED_AT]
+        weights = np.exp(-np.array([self._steps(places, c) for c in missed]))
+        ratios = np.array(list(missed.values()))
+        near = (ratios @ weights + _MEAN * ratios.mean()) / (weights.sum(0) + _MEAN)
+        guesses = np.fromiter(self.guesses.values(), float)[:_LOOKED_AT]
+        return [self.order[i] for i in np.argsort(np.log(guesses) + near, kind="stable")]
 
-        def expected(config: Config) -> float:
-            place = self._place[config]
-            weights = [math.exp(-_steps(place, there)) for there, _ in missed]
-            near = sum(w * ratio for w, (_, ratio) in zip(weights, missed, strict=True))
-            own = (near + _MEAN * mean) / (sum(weights) + _MEAN)
-            return math.log(self.guesses[config]) + own
+    def _steps(self, places: np.ndarray, config: Config) -> np.ndarray:
+        """How many values of parameters lie between a configuration and each of `places`."""
+        return np.abs(places - self._position(config)).sum(1)
 
-        return sorted(self.order[:_LOOKED_AT], key=expected)
-
-    def position(self, config: Config) -> tuple[int, ...]:
+    def _position(self, config: Config) -> list[int]:
         """Of each parameter, which of the space's values it has; past the end where none."""
-        return tuple(
+        return [
             values.index(v) if (v := getattr(config, name)) in values else len(values)
             for name, values in zip(self._names, self._values, strict=True)
-        )
-
-
-def _steps(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
+        ]
 
 
 def _rank_of(value: object) -> tuple[int, object]:
