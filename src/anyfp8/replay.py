@@ -57,7 +57,7 @@ class Replay:
     """What to do for a call.
 
     Attributes:
-        device: index of the GPU. like: an empty tensor there, of y's dtype.
+        device: index of the GPU. like: an empty tensor there, of y's dtype. columns: of y.
         scratch: bytes.
         steps: runners with their arguments: `Given`, `Scratch` and constants.
         written: all steps past Triton's hooks: written(stream, scratch, y, *inputs); or None.
@@ -66,6 +66,7 @@ class Replay:
 
     device: int
     like: torch.Tensor
+    columns: int
     scratch: int
     steps: tuple[Step, ...]
     written: Callable[..., None] | None
@@ -211,4 +212,4 @@ def replay_of(
     if len(used) < len(given):
         return None
     written, knobs = _written(steps, len(inputs))
-    return Replay(y.get_device(), y.new_empty(0), size, tuple(steps), written, knobs)
+    return Replay(y.get_device(), y.new_empty(0), y.shape[-1], size, tuple(steps), written, knobs)

@@ -19,6 +19,7 @@ import torch
 from anyfp8 import reference
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError
+from anyfp8.form import settle
 from anyfp8.gemm.compile import gpu_target
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import Launch, Target, use_target
@@ -130,6 +131,7 @@ def compile_launch(launch: Launch, architecture: str) -> Any:
     import triton
     from triton.compiler import ASTSource
 
+    settle(launch.kernel)
     signature, constants, attributes = _specialize(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     target = gpu_target(find_device(architecture).arch)

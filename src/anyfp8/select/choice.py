@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from weakref import ref
 
 import torch
 
@@ -16,8 +16,6 @@ from anyfp8.gemm.launch import redirected
 from anyfp8.launcher import capturing, recorded
 from anyfp8.problem import ACCUMULATES, DTYPES, NUMERICS, Problem, QTensor
 from anyfp8.replay import MAX_ROWS, Replay, first, pointers_of
-
-_NEW = object()
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +115,68 @@ class Choice:
         return gemm.backend(self.backend).run(x, prepared, problem, self.config, bias, out)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """A product on a GPU that is known, of one weight.
+
+    Attributes:
+        weight: not kept alive by this. where: its addresses.
+        shape: of x. form: strides and dtype of its scale; strides are the layout of a group's.
+    """
+
+    replay: Replay
+    weight: ref[PreparedWeight]
+    where: Sequence[int]
+    shape: torch.Size
+    form: tuple[tuple[int, ...], torch.dtype] | None
+    biased: bool
+    dtype: torch.dtype
+
+    def again(
+        self,
+        data: torch.Tensor,
+        scale: torch.Tensor | None,
+        prepared: PreparedWeight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """y by the same launches; None where these need the full path."""
+        if (
+            self.weight() is not prepared
+            or data.shape != self.shape
+            or not data.is_contiguous()
+            or (bias is not None) != self.biased
+            or recorded()
+            or redirected()
+        ):
+            return None
+        device = self.replay.device
+        given = [data]
+        if scale is not None:
+            if (scale.stride(), scale.dtype) != self.form:
+                return None
+            given.append(scale)
+        if bias is not None:
+            given.append(bias)
+        pointers = pointers_of(given, device)
+        if pointers is None:
+            return None
+        pointers[1:1] = self.where
+        if out is None:
+            y = self.replay.like.new_empty(data.shape[0], self.replay.columns)
+        elif (
+            out.shape == (data.shape[0], self.replay.columns)
+            and out.dtype is self.dtype
+            and out.is_contiguous()
+            and pointers_of([out], device)
+        ):
+            y = out
+        else:
+            return None
+        self.replay(pointers, y)
+        return y
+
+
 @dataclass(frozen=True)
 class Plan:
     """One layer's choices for every M, and the one layout in which its weight is stored.
@@ -136,7 +196,8 @@ class Plan:
     _seen: dict[int, tuple[Choice, Problem]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _products: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    # elements of x -> how such a product is made again
+    _known: dict[int, Product] = field(default_factory=dict, repr=False, compare=False)
 
     def choice(self, m: int) -> Choice:
         """The choice for m rows: decided once per m, then a dictionary look-up."""
@@ -171,30 +232,32 @@ class Plan:
         On a GPU a product that came before is launched again, and decides nothing.
         """
         data, scale = (x.data, x.scale) if isinstance(x, QTensor) else (x, None)
+        known = self._known.get(data.numel())
+        y = None if known is None else known.again(data, scale, prepared, bias, out)
+        if y is not None:
+            return y
         m, device = data.shape[0], data.get_device()
-        if device >= 0 and 0 < m <= MAX_ROWS:
-            # the layout of a group's scales is their strides
-            form = None if scale is None else (scale.stride(), scale.dtype)
-            key = (m, device, form, bias is None)
-            replay = self._products.get(key, _NEW)
-            pointers = None
-            inputs: list[torch.Tensor] = []
-            if replay is not None and self._is_plain(data, out):
-                inputs = [data, *prepared.stored]
-                inputs += [t for t in (scale, bias) if t is not None]
-                pointers = pointers_of(inputs, device)
-            if pointers and isinstance(replay, Replay):
-                y = replay.like.new_empty(m, self.problem.n) if out is None else out
-                replay(pointers, y)
-                return y
-            if pointers and not capturing():
-                choice, problem = self._at(m)
-                y, self._products[key] = first(
-                    lambda: choice.run(x, prepared, problem, bias, out), inputs
-                )
-                return y
         choice, problem = self._at(m)
-        return choice.run(x, prepared, problem, bias, out)
+
+        def product() -> torch.Tensor:
+            return choice.run(x, prepared, problem, bias, out)
+
+        if device < 0 or not 0 < m <= MAX_ROWS or not self._is_plain(data, out) or capturing():
+            return product()
+        if known is not None and known.weight() is not None:
+            # of another layer, or in another form
+            return product()
+        inputs = [data, *prepared.stored, *(t for t in (scale, bias) if t is not None)]
+        if pointers_of(inputs, device) is None:
+            return product()
+        y, replay = first(product, inputs)
+        if replay is not None:
+            where = pointers_of(prepared.stored, device) or []
+            form = None if scale is None else (scale.stride(), scale.dtype)
+            self._known[data.numel()] = Product(
+                replay, ref(prepared), where, data.shape, form, bias is not None, y.dtype
+            )
+        return y
 
     def _is_plain(self, data: torch.Tensor, out: torch.Tensor | None) -> bool:
         """Whether a product of these is launched the same way each time."""
