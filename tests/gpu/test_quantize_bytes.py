@@ -1,6 +1,7 @@
 """On a GPU: the reference's bytes, natively and from the PTX of older architectures."""
 
 import functools
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def architectures():
     return ["native"] + [a for a, c in (("sm_80", (8, 0)), ("sm_89", (8, 9))) if c <= mine]
 
 
+def parameter(case):
+    # with --dist loadgroup a case's architectures share a process, and so their reference
+    group = [pytest.mark.xdist_group(case.name)] if find_spec("xdist") else []
+    return pytest.param(case, id=case.name, marks=group)
+
+
 @functools.lru_cache(maxsize=1)
 def known(case):
     """(x, what the reference makes of it), once for a case's architectures, which follow it."""
@@ -40,7 +47,7 @@ def known(case):
 
 
 @pytest.mark.parametrize("architecture", architectures())
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases()])
+@pytest.mark.parametrize("case", [parameter(case) for case in cases()])
 def test_kernel_gives_the_bytes_of_the_reference(case, architecture, forbid_reference):
     x, want = known(case)
     forbid_reference()
