@@ -27,7 +27,7 @@ from anyfp8.tools.tune_peers import Peers
 # µs of a first timing, and calls in its graph where they are short
 FIRST_US = 5000.0
 _CALLS = 24
-ROUNDS, RUNS, BLOCK_US = 15, 2, 800.0
+ROUNDS, LONG_ROUNDS, RUNS, BLOCK_US = 15, 9, 2, 800.0
 
 
 class Bench:
@@ -117,7 +117,11 @@ class Bench:
         everyone = contenders | peers
         if not contenders:
             return {"us": {}, "ratios": {}, "refused": refused, "peers": []}
-        races = [timing.race(everyone, ROUNDS, BLOCK_US, _CALLS) for _ in range(RUNS)]
+        once = _once_us(next(iter(contenders.values()))[0])
+        # long calls need no long graphs, and their ratios fewer rounds
+        at_least = max(1, min(_CALLS, round(2 * BLOCK_US / once)))
+        rounds = ROUNDS if once < BLOCK_US / 2 else LONG_ROUNDS
+        races = [timing.race(everyone, rounds, BLOCK_US, at_least) for _ in range(RUNS)]
         us = {name: statistics.median(race[name].us for race in races) for name in everyone}
         ratios: dict[str, tuple[float, float, float]] = {}
         default = request["default"]
@@ -185,11 +189,24 @@ class Bench:
         return graph
 
     def _measured(self, calls: Sequence[Call], target_us: float) -> float:
-        repeats = -(-_CALLS // len(calls))
+        # of long calls a graph holds each weight copy once, so that 8,192 rows take no second
+        most = max(1, round(FIRST_US / (_once_us(calls[0]) * len(calls))))
+        repeats = min(-(-_CALLS // len(calls)), most)
         graph = self._captured(calls, repeats)
         (once,) = _replays(graph, 1)
         times = sorted(_replays(graph, max(3, min(64, round(target_us / max(once, 1.0))))))
         return times[len(times) // 2] / (repeats * len(calls))
+
+
+def _once_us(call: Call) -> float:
+    """About: launched from Python, short ones take longer than they are."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return max(1.0, 1e3 * start.elapsed_time(end))
 
 
 class _Lost(Exception):
