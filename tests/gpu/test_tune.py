@@ -49,21 +49,34 @@ def timed(bench, cell, config=TILE, share=1):
     return bench.serve({"do": "time", **about})
 
 
-def test_a_candidate_is_timed_and_a_second_time_agrees(bench, device):
+def floor_us(device, n, k):
+    # weights that the L2 does not hold have to come from memory
+    return n * k / ((device.bandwidth_gbs or 1e4) * 1e3)
+
+
+def test_a_candidate_takes_at_least_the_way_of_its_weight_from_memory(bench, device):
     cell = the_cell(device, shape="4096,4096")
     assert "triton_row" not in opened(bench, cell)["refused"]
+    # other tests may keep this GPU busy
+    assert floor_us(device, 4096, 4096) < timed(bench, cell)["us"] < 1e4
+
+
+@pytest.mark.perf
+def test_two_timings_of_a_candidate_agree(bench, device):
+    cell = the_cell(device, shape="4096,4096")
+    opened(bench, cell)
     first, second = timed(bench, cell)["us"], timed(bench, cell, share=3)["us"]
-    # 16.8 MB of weights that the L2 does not hold: longer than their way from memory
-    floor = 4096 * 4096 / ((device.bandwidth_gbs or 1e4) * 1e3)
-    assert floor < first < 100
-    assert abs(second / first - 1) < 0.15
+    assert first < 3 * floor_us(device, 4096, 4096)
+    assert abs(second / first - 1) < 0.1
 
 
 def test_what_a_compiler_made_is_found_and_not_compiled_again(bench, device, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     cell = the_cell(device, m=48)
     opened(bench, cell)
-    tile = TILE | {"num_stages": 3}
+    # the quantizer's kernels, which are not what is asked about
+    assert timed(bench, cell)["us"] > 0
+    tile = TILE | {"num_stages": 7}
     pool = Pool(device, 1)
     try:
         assert pool.submit(cell, "triton_row", tile).result(120) == ""
@@ -71,8 +84,7 @@ def test_what_a_compiler_made_is_found_and_not_compiled_again(bench, device, tmp
         pool.close()
     with counting() as counts:
         assert timed(bench, cell, tile)["us"] > 0
-    assert counts["compiled"] == 0
-    assert counts["loaded"] >= 1
+    assert counts == {"compiled": 0, "loaded": 1}
 
 
 @pytest.mark.parametrize("lie", ["zeros", "nan", "half", "scale", "raise"])
