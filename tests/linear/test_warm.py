@@ -75,7 +75,8 @@ def test_a_bias_or_other_rows_are_other_kernels_and_equal_layers_are_not():
 
 
 def test_other_packages_kernels_are_not_ours_to_compile():
-    found, plan = forms("w8a8-tensor-static", "h200", (16,))
+    request = Request(backend="torch_scaled_mm")
+    found, plan = forms("w8a8-tensor-static", "h200", (16,), request=request)
     assert plan.choice(16).backend == "torch_scaled_mm"
     assert {form.kernel.split(":")[1] for form in found} == {"quantize_scaled_kernel"}
 
