@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from anyfp8.checkpoint.files import list_tensors, read_header, torch_dtype
+from anyfp8.checkpoint.files import read_header, torch_dtype
+from anyfp8.checkpoint.shards import list_tensors
 from anyfp8.errors import CheckpointError
 
 TENSORS = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from anyfp8.checkpoint import check_output
-from anyfp8.checkpoint.files import list_tensors
+from anyfp8.checkpoint.shards import list_tensors
 from anyfp8.checkpoint.writer import CheckpointWriter, specs_of
 from anyfp8.errors import CheckpointError, InputError
 

@@ -25,11 +25,12 @@ from anyfp8.checkpoint import (
 )
 from anyfp8.checkpoint.beside import INPUT_SCALES, OPTIONAL, WEIGHT_SCALES, Beside
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
-from anyfp8.checkpoint.files import FLOATS, TensorFiles, list_tensors
+from anyfp8.checkpoint.files import FLOATS, TensorFiles
 from anyfp8.checkpoint.fused_experts import split_experts
 from anyfp8.checkpoint.linears import is_linear
 from anyfp8.checkpoint.places import FP8, find_places, refuse_unaccounted
 from anyfp8.checkpoint.plan import CheckpointPlan, LayerPlan
+from anyfp8.checkpoint.shards import list_tensors
 from anyfp8.errors import CheckpointError
 from anyfp8.problem import Scheme
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from anyfp8.checkpoint.declaration import Algorithm, ConfigFiles, Declaration
-from anyfp8.checkpoint.files import TensorFiles, list_tensors
+from anyfp8.checkpoint.files import TensorFiles
+from anyfp8.checkpoint.shards import list_tensors
 from anyfp8.checkpoint.words import names
 from anyfp8.errors import CheckpointError
 from anyfp8.problem import Scheme
