@@ -80,14 +80,14 @@ class W8A16Config(Config):
             return max(shallow * w + self.num_stages * x + 2 * w + scales, out) + 1024
         if self.how == "paired":
             # even and odd columns of the tokens too, for an instruction of four warps
-            return max(shallow * (w + x) + x + scales, out) + 1024
+            return max(shallow * w + (self.num_stages + 1) * x + scales, out) + 1024
         # instructions of four warps, which slices and small tiles do without
         wide = self.slices == 1 and self.num_warps >= 4 and self.block_n >= 64
         if "tcgen05" in features and wide:
             # decoded weights pass through shared memory
             return max(self.num_stages * (w + x) + 2 * w, out) + 16
-        # Hopper reads x there and w from registers
-        deep = self.num_stages if "wgmma" in features and wide else shallow
+        # Hopper reads x there and w from registers; so does Triton 3.8 in plain tiles anywhere
+        deep = self.num_stages if self.slices == 1 else shallow
         return max(shallow * w + deep * x + scales, out)
 
 
@@ -133,11 +133,11 @@ class TritonW8A16(Backend):
         if config.how == "chunked":
             return None
         step = scale_step(problem.scheme, problem.k)
-        if config.how == "paired" and problem.k % 16:
-            return f"reads codes two by two, and K is {problem.k}"
         if config.block_k > step:
             return f"has block_k={config.block_k}, and a scale covers {step} columns of K"
-        complaint = self._shape_complaint(config, device)
+        paired = config.how == "paired"
+        complaint = self._pairs_complaint(problem, device) if paired else None
+        complaint = complaint or self._shape_complaint(config, device)
         if complaint:
             return complaint
         need = config.smem_bytes(device)
@@ -146,6 +146,12 @@ class TritonW8A16(Backend):
                 f"needs {need:,} B of shared memory and {device.name} has {device.shared_memory:,}"
             )
         return None
+
+    def _pairs_complaint(self, problem: Problem, device: Device) -> str | None:
+        # Triton 3.6 fails to compile it for AMD
+        if problem.k % 16 == 0 and "cp_async" in device.arch.features:
+            return None
+        return f"reads codes two by two: not with K={problem.k} on {device.name}"
 
     def _shape_complaint(self, config: W8A16Config, device: Device) -> str | None:
         threads = 32 * config.num_warps
@@ -172,7 +178,7 @@ class TritonW8A16(Backend):
         assert isinstance(config, W8A16Config)
         step = scale_step(problem.scheme, problem.k)
         low = replace(config, block_k=min(config.block_k, step))
-        if low.how == "paired" and problem.k % 16:
+        if low.how == "paired" and self._pairs_complaint(problem, device):
             low = replace(low, how="fused")
         if low.how == "fused":
             low = replace(low, block_m=max(low.block_m, fewest_tokens(device)))
