@@ -22,7 +22,17 @@ from anyfp8.gemm.compile import Source
 from anyfp8.gemm.launch import facts_of, on_device_of
 from anyfp8.gemm.tiles import aligned, same_device, triton_missing
 from anyfp8.gemm.triton_row import POINTER_TYPES
-from anyfp8.gemm.w8a16_run import chunked, decode_of, fused, load_kernel, scale_facts, scale_step
+from anyfp8.gemm.w8a16_run import (
+    by_groups,
+    by_warps,
+    chunked,
+    decode_of,
+    fewest_tokens,
+    fused,
+    load_kernel,
+    scale_facts,
+    scale_step,
+)
 from anyfp8.problem import DTYPES, Problem, QTensor
 
 if TYPE_CHECKING:
@@ -89,22 +99,6 @@ class W8A16Config(Config):
         # Hopper reads x there and w from registers; so does Triton 3.8 in plain tiles anywhere
         deep = self.num_stages if self.slices == 1 else shallow
         return max(shallow * w + deep * x + scales, out)
-
-
-def by_groups(device: Device) -> bool:
-    """Whether matrix instructions of four warps are there."""
-    return bool({"wgmma", "tcgen05"} & device.arch.features)
-
-
-def fewest_tokens(device: Device) -> int:
-    """Eight tokens fill the narrow side of NVIDIA's instruction of one warp, AMD's takes 16."""
-    return 8 if "cp_async" in device.arch.features else 16
-
-
-def by_warps(config: W8A16Config, device: Device) -> bool:
-    """Whether each warp multiplies its own part of a plain tile, as NVIDIA's do."""
-    wide = config.num_warps >= 4 and config.block_n >= 64
-    return device.vendor != "amd" and not (by_groups(device) and wide)
 
 
 class TritonW8A16(Backend):

@@ -49,6 +49,22 @@ def decode_of(device: Device) -> str:
     return "hardware" if capability is not None and capability >= (8, 9) else "packed"
 
 
+def by_groups(device: Device) -> bool:
+    """Whether matrix instructions of four warps are there."""
+    return bool({"wgmma", "tcgen05"} & device.arch.features)
+
+
+def fewest_tokens(device: Device) -> int:
+    """Eight tokens fill the narrow side of NVIDIA's instruction of one warp, AMD's takes 16."""
+    return 8 if "cp_async" in device.arch.features else 16
+
+
+def by_warps(config: W8A16Config, device: Device) -> bool:
+    """Whether each warp multiplies its own part of a plain tile, as NVIDIA's do."""
+    wide = config.num_warps >= 4 and config.block_n >= 64
+    return device.vendor != "amd" and not (by_groups(device) and wide)
+
+
 def fused(
     x: torch.Tensor,
     prepared: CanonicalWeight,
