@@ -209,7 +209,9 @@ def test_forced_layers_of_qwen3_8b_give_the_logits_of_dequantized_ones_in_half_t
         with torch.inference_mode():
             got, want = (norm(model(x)) @ head.T for model in (ours, theirs))
         assert (got.double() - want.double()).norm() / want.double().norm() < 2**-6
-        assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.9
+        # of 32,000 random logits two may lie closer than rounding: the one chosen is as good
+        lost = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
+        assert (lost.float() <= 2**-3 * want.float().square().mean(-1).sqrt()).all()
     dense = sum(2 * layer.in_features * layer.out_features for layer in linears)
     assert sum(layer.nbytes for layer in linears) <= 0.55 * dense
     assert {c.backend for layer in linears for _, c in layer.plan().choices} <= {
