@@ -78,6 +78,26 @@ def test_masked_rows_are_counted_even_where_there_are_none():
     assert q.data.shape == (3, 0, 128)
 
 
+@pytest.mark.parametrize(
+    ("quantizer", "expected"),
+    [
+        (quantize.per_token, reference.quantize_per_token),
+        (
+            lambda x, **o: quantize.per_group(x, 64, **o),
+            lambda x: reference.quantize_per_group(x, 64),
+        ),
+    ],
+    ids=["token", "group"],
+)
+def test_rows_past_two_billion_elements_are_reached(quantizer, expected):
+    # three rows, the last one 2.2 billion elements away: memory that nobody touches is never there
+    rows, stride = testing.random_rows(3, 128), 1_100_000_000
+    x = torch.empty(2 * stride + 128, dtype=torch.bfloat16).as_strided((3, 128), (stride, 1))
+    out = torch.empty(2 * stride + 128, dtype=torch.uint8).as_strided((3, 128), (stride, 1))
+    x.copy_(rows)
+    testing.assert_matches(quantizer(x, out=out), expected(rows))
+
+
 def stored_bytes(monkeypatch, call):
     """Addresses of every byte that the kernels inside `call` store, in order."""
     from triton.runtime import interpreter
