@@ -10,7 +10,7 @@ import torch
 from anyfp8 import gemm, reference, testing_gemm
 from anyfp8.device import ARCHES, CPU, find_device, generic_device
 from anyfp8.gemm import marlin, packages, probe
-from anyfp8.problem import Problem, Scheme
+from anyfp8.problem import Problem, QTensor, Scheme
 from anyfp8.select import Request, plan, select
 
 ROW = Scheme("channel", "token", True)
@@ -39,19 +39,53 @@ def install(monkeypatch):
     packages.installed.cache_clear()
 
 
-def product(a, b, sa, sb):
-    return (a.float() * sa) @ (b.float() * sb)
+def seen(tensor, transposed=False):
+    """What a kernel reads that goes by address and shape and never asks for a stride."""
+    if tensor is None:
+        return None
+    assert tensor.data_ptr() % 16 == 0
+    rows, columns = tensor.shape if tensor.ndim == 2 else (1, len(tensor))
+    strides = (1, rows) if transposed else (columns, 1)
+    return tensor.as_strided(tensor.shape, strides[-tensor.ndim :])
+
+
+def scattered(tensor):
+    """The same values in rows with NaN between them, from an address that is no multiple of 16."""
+    wide = tensor if tensor.ndim == 2 else tensor[:, None]
+    inside = testing_gemm.poisoned(torch.nn.functional.pad(wide, (1, 0)))[:, 1:]
+    return inside if tensor.ndim == 2 else inside[:, 0]
+
+
+def operands(layer, quantized):
+    """(x, bias) of a layer: as they are, with gaps, and with gaps that keep rows aligned."""
+    q, x = layer.q, layer.x
+    if quantized:
+        single = q.scale.ndim == 0
+        yield q, layer.bias
+        for apart in (scattered, testing_gemm.poisoned):
+            codes = apart(q.codes).view(q.data.dtype)
+            scale = q.scale if single else apart(q.scale)
+            yield QTensor(codes, scale, q.block), scattered(layer.bias)
+    else:
+        yield from ((x, layer.bias), (scattered(x), scattered(layer.bias)))
+        yield testing_gemm.poisoned(x), layer.bias
+
+
+def product(a, b, sa, sb, bias=None):
+    y = (a.float() * sa) @ (b.float() * sb)
+    return y if bias is None else y + bias.float()
 
 
 def run_both(backend, scheme, m=17, n=128, k=256, **more):
     layer = testing_gemm.random_layer(scheme, m, n, k)
     problem = testing_gemm.problem_of(layer, torch.bfloat16, True)
     quantized = backend.kind == "w8a8"
-    x = layer.q if quantized else layer.x
     prepared = backend.prepare(layer.weight, scheme, "bf16")
-    y = backend.run(x, prepared, problem, backend.default_config(problem, CPU), layer.bias)
+    config = backend.default_config(problem, CPU)
     wanted = testing_gemm.oracle(layer, quantized, True, torch.bfloat16)
-    torch.testing.assert_close(y.double(), wanted.exact, rtol=2**-7, atol=2**-6)
+    for x, bias in operands(layer, quantized):
+        y = backend.run(x, prepared, problem, config, bias)
+        torch.testing.assert_close(y.double(), wanted.exact, rtol=2**-7, atol=2**-6)
     return layer, prepared
 
 
@@ -64,8 +98,8 @@ def test_cutlass_of_sglang_gets_one_scale_a_row_and_a_column_major_weight(instal
         assert mat_b.stride(0) == 1
         assert scales_a.shape == (mat_a.shape[0], 1)
         assert scales_b.shape == (mat_b.shape[1], 1)
-        y = product(mat_a, mat_b, scales_a, scales_b.t())
-        return (y if bias is None else y + bias.float()).to(out_dtype)
+        a, b, sa, sb = seen(mat_a), seen(mat_b, True), seen(scales_a), seen(scales_b)
+        return product(a, b, sa, sb.t(), seen(bias)).to(out_dtype)
 
     install("sgl_kernel", fp8_scaled_mm)
     assert gemm.backend("cutlass").missing() is None
@@ -75,8 +109,8 @@ def test_cutlass_of_sglang_gets_one_scale_a_row_and_a_column_major_weight(instal
 def test_cutlass_of_vllm_gets_its_scales_as_a_column_and_a_row(install):
     def cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias=None):
         assert scale_b.shape == (1, b.shape[1])
-        y = product(a, b, scale_a, scale_b)
-        return (y if bias is None else y + bias.float()).to(out_dtype)
+        a, b, sa, sb = seen(a), seen(b, True), seen(scale_a), seen(scale_b)
+        return product(a, b, sa, sb, seen(bias)).to(out_dtype)
 
     install("vllm._custom_ops", cutlass_scaled_mm)
     run_both(gemm.backend("cutlass"), ROW)
@@ -87,6 +121,7 @@ def test_deep_gemm_gets_column_major_scales_with_columns_16_bytes_apart(install)
         (a, sa), (b, sb) = x, w
         assert sa.stride(0) == 1
         assert sa.stride(1) % 4 == 0
+        a, b, sb = seen(a), seen(b), seen(sb)
         one, two = sa.repeat_interleave(128, 1), sb.repeat_interleave(128, 0)
         out.copy_((a.float() * one) @ (b.float() * two.repeat_interleave(128, 1)).T)
 
@@ -98,6 +133,7 @@ def test_flashinfer_gets_rows_padded_to_four(install):
     def gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode, out_dtype):
         assert scale_major_mode == "K"
         assert a.shape[0] % 4 == 0
+        a, b, a_scale, b_scale = seen(a), seen(b), seen(a_scale), seen(b_scale)
         one, two = a_scale.repeat_interleave(128, 1), b_scale.repeat_interleave(128, 0)
         return ((a.float() * one) @ (b.float() * two.repeat_interleave(128, 1)).T).to(out_dtype)
 
@@ -116,6 +152,7 @@ def shuffling_marlin(n, k):
         layer.workspace = torch.zeros(4, dtype=torch.int32)
 
     def apply_fp8_marlin_linear(input, weight, weight_scale, workspace, size_n, size_k, bias):
+        input = seen(input)
         codes = torch.empty(n * k, dtype=torch.uint8)
         codes[order] = weight.view(torch.uint8)
         w = codes.view(torch.float8_e4m3fn).view(size_n, size_k).float()

@@ -1,5 +1,7 @@
 """torch_scaled_mm: shapes for which the library finds no kernel are multiplied by a detour."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,30 @@ def test_a_call_without_a_kernel_is_made_another_way_and_that_is_remembered(
     assert (y.double() - want).norm() < 0.01 * want.norm()
     assert torch.equal(run(backend, layer), y)
     assert calls == [*tried, tried[-1]]
+
+
+@pytest.mark.parametrize(("before", "gap"), [(0, 16), (0, 3), (5, 16), (16, 0)])
+def test_rows_are_handed_over_16_bytes_aligned_with_their_gaps_if_they_can_be(
+    monkeypatch, before, gap
+):
+    def multiply(x, w, sx, sw, recipe, bias, out_dtype, fast):
+        assert (x.stride(0) % 16, x.stride(1), x.data_ptr() % 16) == (0, 1, 0)
+        assert bias.is_contiguous()
+        given.append(x)
+        return ((x.float() @ w.float()) * sx * sw + bias.float()).to(out_dtype)
+
+    given = []
+    monkeypatch.setattr(torch_scaled_mm, "_multiply", multiply)
+    layer = testing_gemm.random_layer(ROW, M, N, K)
+    wide = torch.full((M, before + K + gap), 0x7F, dtype=torch.uint8)
+    inside = wide[:, before : before + K]
+    inside.copy_(layer.q.codes)
+    q = replace(layer.q, data=inside.view(torch.float8_e4m3fn))
+    bias = torch.stack([layer.bias, layer.bias * float("nan")], 1)[:, 0]
+    y = run(TorchScaledMM(), replace(layer, q=q, bias=bias))
+    assert torch.equal(y, run(TorchScaledMM(), layer))
+    copied = given[0].data_ptr() != inside.data_ptr()
+    assert copied == (before % 16 != 0 or (before + gap) % 16 != 0)
 
 
 def test_a_call_that_no_way_serves_raises_what_the_library_said(library):

@@ -2,6 +2,9 @@
 
 Per-token by per-channel scales (single ones are repeated), fast accumulation only. An optional
 package and the peer to beat at small M on Hopper.
+
+The surprise: sgl-kernel's kernels never ask for the stride of a row and read whatever lies between
+two rows, so activations that are a view with gaps are copied first.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.launch import on_device_of
-from anyfp8.gemm.packages import finished, installed
+from anyfp8.gemm.packages import finished, installed, packed
 from anyfp8.gemm.probe import tried
 from anyfp8.gemm.tiles import same_device
 from anyfp8.problem import DTYPES, Problem, QTensor
@@ -64,7 +67,7 @@ class Cutlass(Backend):
         assert isinstance(x, QTensor)
         assert isinstance(prepared, CanonicalWeight)
         dtype = DTYPES[problem.out_dtype]
-        codes = x.codes.view(torch.float8_e4m3fn)
+        codes = packed(x.codes).view(torch.float8_e4m3fn)
         m, n = codes.shape[0], prepared.codes.shape[0]
         same_device(x=codes, sx=x.scale, w=prepared.codes, sw=prepared.scale, bias=bias, out=out)
         if m == 0:
@@ -72,7 +75,7 @@ class Cutlass(Backend):
         w = prepared.codes.view(torch.float8_e4m3fn).t()
         sx = x.scale.reshape(-1, 1).expand(m, 1).contiguous()
         sw = prepared.scale.reshape(-1, 1).expand(n, 1).contiguous()
-        inside = bias if bias is not None and bias.dtype == dtype else None
+        inside = packed(bias) if bias is not None and bias.dtype == dtype else None
         with on_device_of(codes):
             if installed("sgl_kernel", "vllm") == "sgl_kernel":
                 package: Any = importlib.import_module("sgl_kernel")

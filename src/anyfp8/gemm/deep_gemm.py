@@ -14,7 +14,7 @@ import torch
 
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.launch import on_device_of
-from anyfp8.gemm.packages import columns_first, finished, installed
+from anyfp8.gemm.packages import columns_first, finished, installed, packed
 from anyfp8.gemm.probe import tried
 from anyfp8.gemm.tiles import same_device
 from anyfp8.problem import Problem, QTensor
@@ -59,7 +59,7 @@ class DeepGemm(Backend):
         assert isinstance(x, QTensor)
         assert isinstance(prepared, CanonicalWeight)
         package: Any = importlib.import_module("deep_gemm")
-        codes = x.codes.view(torch.float8_e4m3fn)
+        codes = packed(x.codes).view(torch.float8_e4m3fn)
         w = prepared.codes.view(torch.float8_e4m3fn)
         same_device(x=codes, sx=x.scale, w=w, sw=prepared.scale, bias=bias, out=out)
         y = codes.new_empty((codes.shape[0], w.shape[0]), dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ class DeepGemm(Backend):
             with on_device_of(codes):
                 # TMA wants each column of scales 16 bytes aligned
                 sx = columns_first(x.scale, 4)
-                package.fp8_gemm_nt((codes.contiguous(), sx), (w, prepared.scale), y)
+                package.fp8_gemm_nt((codes, sx), (w, prepared.scale), y)
         return finished(y, bias, out)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.launch import on_device_of
-from anyfp8.gemm.packages import finished, installed
+from anyfp8.gemm.packages import finished, installed, packed
 from anyfp8.gemm.probe import tried
 from anyfp8.gemm.tiles import same_device
 from anyfp8.problem import DTYPES, Problem, QTensor
@@ -58,7 +58,7 @@ class FlashInfer(Backend):
         assert isinstance(prepared, CanonicalWeight)
         package: Any = importlib.import_module("flashinfer.gemm")
         dtype = DTYPES[problem.out_dtype]
-        codes, sx = x.codes, x.scale.contiguous()
+        codes, sx = x.codes, packed(x.scale)
         w = prepared.codes.view(torch.float8_e4m3fn)
         m, n = codes.shape[0], w.shape[0]
         same_device(x=codes, sx=sx, w=w, sw=prepared.scale, bias=bias, out=out)
@@ -70,7 +70,7 @@ class FlashInfer(Backend):
             sx = torch.nn.functional.pad(sx, pad)
         with on_device_of(codes):
             y = package.gemm_fp8_nt_groupwise(
-                codes.contiguous().view(torch.float8_e4m3fn),
+                packed(codes).view(torch.float8_e4m3fn),
                 w,
                 sx,
                 prepared.scale,

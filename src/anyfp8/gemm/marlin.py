@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from anyfp8.gemm.base import Backend, Config, PreparedWeight, canonical_weight
 from anyfp8.gemm.launch import on_device_of
-from anyfp8.gemm.packages import installed
+from anyfp8.gemm.packages import installed, packed
 from anyfp8.gemm.probe import tried
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
 
@@ -166,8 +166,9 @@ class Marlin(Backend):
         if x.shape[0] == 0:
             return x.new_empty((0, rows)) if out is None else out
         with on_device_of(x):
+            x = F.pad(x, (0, k - columns)) if k > columns else x
             y = _package().apply_fp8_marlin_linear(
-                F.pad(x, (0, k - columns)).contiguous(),
+                packed(x),
                 prepared.shuffled,
                 prepared.shuffled_scale,
                 prepared.workspace,

@@ -20,6 +20,16 @@ def installed(*modules: str) -> str | None:
     return None
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where rows are apart or it does not start at a multiple of 16 bytes.
+
+    Kernels that assume rows without gaps do not ask for the stride: they read what lies between.
+    """
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def columns_first(scale: torch.Tensor, rows_multiple: int = 1) -> torch.Tensor:
     """[M, G] -> the same values stored column by column, each padded to a multiple of rows."""
     m = scale.shape[0]

@@ -18,6 +18,7 @@ import torch
 
 from anyfp8.gemm.base import Backend, CanonicalWeight, Config, PreparedWeight
 from anyfp8.gemm.launch import on_device_of
+from anyfp8.gemm.packages import packed
 from anyfp8.gemm.probe import judged
 from anyfp8.gemm.tiles import same_device
 from anyfp8.problem import DTYPES, Problem, QTensor, Scheme
@@ -76,7 +77,7 @@ class TorchScaledMM(Backend):
         assert isinstance(prepared, CanonicalWeight)
         out_dtype = DTYPES[problem.out_dtype]
         recipe = recipe_of(problem.scheme)
-        codes = x.codes.view(torch.float8_e4m3fn)
+        codes = _aligned(x.codes).view(torch.float8_e4m3fn)
         m, n = codes.shape[0], prepared.codes.shape[0]
         w = prepared.codes.view(torch.float8_e4m3fn).t()
         same_device(x=codes, sx=x.scale, w=w, sw=prepared.scale, bias=bias, out=out)
@@ -91,7 +92,9 @@ class TorchScaledMM(Backend):
             sw = sw.reshape(1, -1).expand(1, n).contiguous()
         # a bias in another dtype than the output's is added after the product
         inside = (
-            bias if bias is not None and bias.dtype == out_dtype and recipe != "block" else None
+            packed(bias)
+            if bias is not None and bias.dtype == out_dtype and recipe != "block"
+            else None
         )
         fast = problem.accumulate == "fast" and recipe != "block"
         with on_device_of(codes):
@@ -165,6 +168,14 @@ def _multiply(
     return functional.scaled_mm(
         x, w, sx, of_x, sw, of_w, bias=bias, output_dtype=out_dtype, use_fast_accum=fast
     )
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    """The codes, or a copy where a row does not start at a multiple of 16 bytes or has gaps."""
+    rows, columns = codes.stride()
+    if columns == 1 and rows % 16 == 0 and codes.data_ptr() % 16 == 0:
+        return codes
+    return codes.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
