@@ -145,10 +145,10 @@ def test_the_shipped_h200_table_serves_what_it_measured_and_never_what_lost():
     assert (facts["torch"], facts["triton"], facts["sms"]) == ("2.11.0+cu130", "3.6.0", H200.sms)
     by_key = {}
     for line in table.rows:
-        by_key.setdefault(line.key, {})[line.role] = line
+        by_key.setdefault(line.key, {}).setdefault(line.role, []).append(line)
     assert len({key[-3:-1] for key in by_key}) == 4
     for rows in by_key.values():
-        ours, default = rows["ours"], rows["default"]
+        ours, (default,) = min(rows["ours"], key=lambda row: row.us), rows["default"]
         asked = Problem("linear", Scheme.parse(ours.scheme), ours.m, ours.n, ours.k)
         choice = select(asked, H200, Request(), found)
         assert choice.source == "shipped table"
@@ -323,7 +323,8 @@ def test_every_shipped_row_fits_every_gpu_and_output_after_the_one_check(out):
     kept = 0
     for shipped in tables.shipped_folder().glob("*.jsonl"):
         for line in tables.read_table(shipped).rows:
-            if line.config is None or not tables.known_backend(line.backend):
+            # a library's kernel has no tile
+            if not line.config or not tables.known_backend(line.backend):
                 continue
             backend, scheme = gemm.backend(line.backend), Scheme.parse(line.scheme)
             asked = Problem("gemm", scheme, line.m, line.n, line.k, "bf16", out)

@@ -72,6 +72,30 @@ def test_half_of_a_recorded_sweep_is_enough(kind):
     assert geometric_mean(reached.values()) >= 0.985
 
 
+def exhaustive():
+    """(kind, n, k, m) -> {configuration: µs or None}: all that are not hopeless by the ranker."""
+    found = defaultdict(dict)
+    lines = lzma.decompress((DATA / "h200_exhaustive.jsonl.xz").read_bytes()).decode().splitlines()
+    for line in lines[1:]:
+        kind, n, k, m, config, us = json.loads(line)
+        found[kind, n, k, m][TileConfig(*config)] = us
+    return found
+
+
+def test_replayed_25_timings_of_an_exhaustive_sweep_find_what_it_found():
+    reached, first = {}, {}
+    for (kind, n, k, m), timed in exhaustive().items():
+        guesses = {c: us for c, us in space(cell_of(kind, m, f"{n},{k}")).items() if c in timed}
+        assert len(guesses) == len(timed)
+        best = min(us for us in timed.values() if us)
+        finalists, seen = drive(search(guesses, FULL), lambda c, share, t=timed: t[c])
+        assert len(seen) <= FULL.most < len(timed)
+        reached[kind, n, k, m] = best / min(timed[c] for c in finalists)
+        first[kind, n, k, m] = best / (timed[next(iter(guesses))] or math.inf)
+    assert geometric_mean(reached.values()) >= 0.985, reached
+    assert geometric_mean(first.values()) >= 0.95, first
+
+
 class World:
     """A GPU that is not the model's: each constant off by a third or so, and each parameter's value
     (64 columns of K, six stages, ...) faster or slower by a tenth than the model thinks."""
