@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -100,22 +101,31 @@ def _representative(value: Any, specialized: bool) -> Any:
     return (16 if even else 7) + (0 if narrow else 1 << 40)
 
 
+# by identity: looking a function up by itself hashes it
+_settled: dict[int, Any] = {}
+_settling = RLock()
+
+
 def settle(kernel: Any) -> None:
     """Hash the functions that a kernel calls before it is hashed itself.
 
     Triton's key of a kernel holds the constants of the functions it calls only where these were
     hashed earlier (3.6 and 3.7: `DependenciesFinder._update_hash` reads a function's constants
     before it has them). Without this the key depends on which kernel a process compiles first, and
-    another process compiles again.
+    another process compiles again. What was hashed before it came here, as a key of a dict is, is
+    hashed again.
     """
-    if getattr(kernel, "hash", "not Triton's") is not None:
+    # not of the function itself: it is a property, which hashes
+    if not hasattr(type(kernel), "cache_key"):
         return
-    for name in kernel.fn.__code__.co_names:
-        called = kernel.fn.__globals__.get(name)
-        # not of the function itself: it is a property, which hashes
-        if hasattr(type(called), "cache_key"):
-            settle(called)
-    _ = kernel.cache_key
+    with _settling:
+        if id(kernel) in _settled:
+            return
+        _settled[id(kernel)] = kernel
+        for name in kernel.fn.__code__.co_names:
+            settle(kernel.fn.__globals__.get(name))
+        kernel.hash = None
+        _ = kernel.cache_key
 
 
 @contextmanager

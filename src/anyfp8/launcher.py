@@ -56,7 +56,7 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
         self._runners: dict[tuple[Any, tuple[int, ...]], Runner] = {}
 
     def __call__(self, launch: Launch) -> None:
@@ -72,7 +72,8 @@ class Launcher:
     def _start(self, launch: Launch, device_index: int) -> None:
         arguments, options = launch.arguments, launch.options
         key = (
-            launch.kernel,
+            # by identity: a kernel's own hash is Triton's key, wrong before `settle`
+            id(launch.kernel),
             device_index,
             launch.pdl,
             *options.values(),
@@ -81,7 +82,7 @@ class Launcher:
         )
         known = self._compiled.get(key)
         if known is not None:
-            compiled, constants = known
+            compiled, constants, _ = known
             positional = (*arguments.values(), *constants)
             runner = self._runner(compiled, launch.grid)
             pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in positional]
@@ -106,7 +107,8 @@ class Launcher:
         # a compiled kernel takes its arguments by position
         if names[: len(arguments)] == list(arguments):
             constants = tuple(launch.constants[name] for name in names[len(arguments) :])
-            self._compiled[key] = compiled, constants
+            # with the kernel, so that its id stays its own
+            self._compiled[key] = compiled, constants, launch.kernel
             _note(self._runner(compiled, launch.grid), (*arguments.values(), *constants))
         else:
             _note(None, ())

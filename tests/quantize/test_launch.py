@@ -24,6 +24,9 @@ class Compiled:
 class Kernel:
     """Stands in for a @triton.jit function of x_ptr, M and the constant BLOCK."""
 
+    # hashing a real one makes its key on disk, too early
+    __hash__ = None
+
     def __init__(self, arg_names=("x_ptr", "M", "BLOCK")):
         self.arg_names = list(arg_names)
         self.compilations = []
