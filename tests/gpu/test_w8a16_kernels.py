@@ -209,8 +209,8 @@ def test_forced_layers_of_qwen3_8b_give_the_logits_of_dequantized_ones_in_half_t
         with torch.inference_mode():
             got, want = (norm(model(x)) @ head.T for model in (ours, theirs))
         assert (got.double() - want.double()).norm() / want.double().norm() < 2**-6
-        # two of 32,000 random logits may lie closer than rounding, and then either may be chosen: the
-        # rms error is held to 2^-6 above, the largest of so many is 4 times that, and two logits err
+        # two of 32,000 random logits may lie closer than rounding, and either may be chosen then:
+        # rms errors are held to 2^-6 above, the largest is 4 times that, and two logits err
         lost = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
         assert (lost.float() <= 2**-3 * want.float().square().mean(-1).sqrt()).all()
     dense = sum(2 * layer.in_features * layer.out_features for layer in linears)
