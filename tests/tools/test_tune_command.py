@@ -11,6 +11,7 @@ import typer
 
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError, InputError
+from anyfp8.select import M_GRID
 from anyfp8.select.table import file_name, read_table
 from anyfp8.tools import tune_command, tune_session
 from anyfp8.tools.tune_compile import Ready
@@ -97,11 +98,11 @@ def test_every_visible_gpu_works_and_each_process_sees_one(gpu, tmp_path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     tune(["512,1024", "1024,1024", "2048,1024"], device=None, effort="quick", **gpu)
-    assert "42 of 42 have rows" in capsys.readouterr().out
+    assert "126 of 126 have rows" in capsys.readouterr().out
     seen = (tmp_path / "seen").read_text().split()
     assert set(seen) == {"3", "GPU-8932f937"}
     table = read_table(tmp_path / file_name("NVIDIA H200"))
-    assert len({row.key for row in table.rows}) == 42
+    assert len({row.key for row in table.rows}) == 126
 
 
 def test_a_folder_that_is_not_looked_up_is_named_to_the_shell(gpu, tmp_path, capsys, monkeypatch):
@@ -178,3 +179,16 @@ def test_words_that_cannot_be_read_are_errors():
         tune(["512,1024"], scheme="w8a16-channel", op="gemm", dry_run=True)
     with pytest.raises(DeviceError, match="no GPU to plan for"):
         tune(["512,1024"], device="cpu", dry_run=True)
+
+
+def test_shapes_are_tuned_one_after_another_on_the_whole_grid(capsys):
+    tune(["512,1024", "1024,1024"], effort="quick", dry_run=True, as_json=True)
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [(c["n"], c["m"]) for c in cells] == [(n, m) for n in (1024, 512) for m in M_GRID]
+
+
+def test_rows_so_far_apart_that_they_lose_between_them_are_noted(capsys):
+    tune(["512,1024"], dry_run=True, m="1,2,64,256")
+    assert "apart: M = 2 and 64, 64 and 256" in capsys.readouterr().err
+    tune(["512,1024"], dry_run=True)
+    assert "apart" not in capsys.readouterr().err

@@ -23,7 +23,7 @@ def tune(
     ] = None,
     effort: Annotated[
         str,
-        typer.Option(help="full: 21 Ms; quick: 7 Ms, fewer configurations; none: show the ranker."),
+        typer.Option(help="full: 25 configurations a cell; quick: 12; none: show the ranker."),
     ] = "full",
     m: Annotated[
         str | None, typer.Option("--m", help="Rows, such as 1,16,4096  [default: of --effort]")

@@ -16,12 +16,16 @@ from anyfp8.select.table import file_name
 from anyfp8.tools import console
 from anyfp8.tools.quantize import parse_scheme
 from anyfp8.tools.tune import Tuned
-from anyfp8.tools.tune_cells import OPS, Cell, cells_of, grid, read_shapes
+from anyfp8.tools.tune_cells import OPS, Cell, cells_of, gaps, grid, read_shapes
 from anyfp8.tools.tune_plan import plan_json, plan_text, ranker_choices
 from anyfp8.tools.tune_search import FULL, QUICK, Effort
 from anyfp8.tools.tune_session import Session, Wanted, is_looked_up, run, table_path, target_of
 
 EFFORTS: dict[str, Effort | None] = {"none": None, "quick": QUICK, "full": FULL}
+_GAPS = (
+    "between two rows the nearer one serves, which can be slower than no row where they lie far "
+    "apart: M = "
+)
 # warnings of one kind that are printed; --json has them all
 _SHOWN = 5
 
@@ -62,7 +66,9 @@ def command(
             want=f"--effort {', '.join(EFFORTS)}; --op {' or '.join(OPS)}",
         )
     shapes, notes = read_shapes(models, None if scheme is None else parse_scheme(scheme), tp)
-    ms = grid(effort, m)
+    ms = grid(m)
+    if apart := gaps(ms):
+        notes = [*notes, _GAPS + ", ".join(f"{low} and {high}" for low, high in apart)]
     ops = OPS if op is None else (op,)
     for note in notes:
         console.talk(f"note: {note}")
