@@ -59,3 +59,46 @@ def test_parts_of_k_that_are_added_in_bf16_are_refused(case, parts, refused):
     backend.parts = parts
     found = testing_gemm.check(backend, layer, wanted, replace(problem, m=1), CPU)
     assert (found is not None and "rms error" in found) == refused
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme("channel"),
+        Scheme("channel", "token", True),
+        Scheme("tensor", "tensor", True),
+        Scheme("block", "group", True, block=(32, 16), group=16),
+    ],
+    ids=lambda s: s.name,
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_layer_and_its_products_are_the_same_made_in_parts(monkeypatch, scheme, quantized):
+    def made():
+        layer = testing_gemm.random_layer(scheme, 50, 150, 72)
+        plain = testing_gemm.oracle(layer, quantized, False, BF16, (1, 16))
+        biased = testing_gemm.oracle(layer, quantized, True, BF16, (1, 16), plain.product)
+        problem = replace(testing_gemm.problem_of(layer, BF16, True), m=16)
+        weak = replace(biased, rms_error=0.0, worst_error=0.0, batches={})
+        said = testing_gemm.check(SumsIn16Bits(), layer, weak, problem, CPU)
+        return layer, plain, biased, said
+
+    monkeypatch.setattr(testing_gemm, "_PART", 1 << 40)
+    whole, *wanted, said = made()
+    monkeypatch.setattr(testing_gemm, "_PART", 1000)
+    parts, *found, again = made()
+    assert torch.equal(parts.x, whole.x)
+    assert torch.equal(parts.bias, whole.bias)
+    for one, other in ((parts.weight, whole.weight), (parts.q, whole.q)):
+        if other is not None:
+            assert torch.equal(one.codes, other.codes)
+            assert torch.equal(one.scale, other.scale)
+            assert one.block == other.block
+    x = whole.x if not quantized or whole.q is None else testing_gemm.reference.dequantize(whole.q)
+    exact = x.double() @ testing_gemm.reference.dequantize(whole.weight).double().T
+    for one, other, bias in zip(found, wanted, (0, whole.bias.double()), strict=True):
+        torch.testing.assert_close(one.exact, exact + bias, rtol=1e-12, atol=1e-12)
+        assert one.errors(50) == pytest.approx(other.errors(50), rel=1e-3)
+        assert one.errors(16) == pytest.approx(other.errors(16), rel=1e-3)
+    assert found[1].product is found[0].product
+    assert said == again
+    assert "rms error" in said

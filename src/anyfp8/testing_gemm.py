@@ -3,13 +3,16 @@
 The rule: against fp64 on the dequantized operands a backend errs at most twice what PyTorch errs in
 the same output type. FP8 units that keep a short accumulator get an allowance on top, derived from
 the number of sums it holds. For authors of backends: `check` is the whole conformance of one call.
+
+Many processes test on one GPU, so what a layer keeps there is its 16-bit and FP8 operands and the
+exact product; all else is made in parts of `_PART` elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 
@@ -22,6 +25,9 @@ from anyfp8.problem import DTYPE_NAMES, DTYPES, Problem, QTensor, Scheme
 # products enter one sum (DeepSeek-V3 technical report, section 3.5.2)
 _SHORT_BITS = 13
 _PRODUCTS = 32
+
+# elements of a temporary: 64 MiB in fp64
+_PART = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +50,15 @@ class Layer:
         n, k = self.weight.codes.shape
         return self.x.shape[0], n, k
 
+    @cached_property
+    def prepared(self) -> CanonicalWeight:
+        """The canonical weight in front of 0xFF bytes."""
+        plain = canonical_weight(self.weight, self.scheme)
+        tensors = {"codes": poisoned_tail(plain.codes), "scale": plain.scale}
+        if plain.scale.ndim:
+            tensors["scale"] = poisoned_tail(plain.scale)
+        return plain.replaced(tensors)
+
 
 def random_layer(
     scheme: Scheme,
@@ -60,13 +75,52 @@ def random_layer(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    w = normal(n, k) * torch.exp(normal(n, 1)) * torch.exp(0.3 * normal(1, k)) / k**0.5
-    x = normal(m, k) * torch.exp(0.5 * normal(m, 1))
-    weight = reference.quantize_weight(w, scheme)
-    x = x.to(dtype)
+    w = normal(n, k).mul_(torch.exp(normal(n, 1))).mul_(torch.exp(0.3 * normal(1, k))).div_(k**0.5)
+    weight = _by_rows(
+        w,
+        lambda part: reference.quantize_weight(part, scheme),
+        apart=scheme.weight != "tensor",
+        step=scheme.block[0] if scheme.block else 1,
+    )
+    del w
+    x = normal(m, k).mul_(torch.exp(0.5 * normal(m, 1))).to(dtype)
     static = torch.tensor(0.02, device=device)
-    q = reference.quantize_activation(x, scheme, static) if m else None
+    q = None
+    if m and scheme.activation != "none":
+        q = _by_rows(
+            x,
+            lambda part: _quantized(part, scheme, static),
+            apart=scheme.activation in ("token", "group"),
+        )
     return Layer(scheme, x, q, weight, normal(n).to(dtype))
+
+
+def _quantized(x: torch.Tensor, scheme: Scheme, static: torch.Tensor) -> QTensor:
+    q = reference.quantize_activation(x, scheme, static)
+    assert q is not None
+    return q
+
+
+def _by_rows(
+    matrix: torch.Tensor,
+    quantize: Callable[[torch.Tensor], QTensor],
+    apart: bool,
+    step: int = 1,
+) -> QTensor:
+    """quantize(matrix), some rows at a time where `apart` says that no scale spans all rows."""
+    rows, columns = matrix.shape
+    if not apart or rows * columns <= _PART:
+        return quantize(matrix)
+    parts = [quantize(matrix[at]) for at in _parts(rows, columns, step)]
+    data = torch.cat([part.codes for part in parts]).view(parts[0].data.dtype)
+    return replace(parts[0], data=data, scale=torch.cat([part.scale for part in parts]))
+
+
+def _parts(rows: int, columns: int, step: int = 1) -> Iterator[slice]:
+    """Slices of rows: `_PART` elements or fewer, whole multiples of `step`."""
+    size = max(_PART // columns // step, 1) * step
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
 
 
 def poisoned(tensor: torch.Tensor, columns: int = 16, rows: int = 3) -> torch.Tensor:
@@ -92,14 +146,21 @@ def poisoned_tail(tensor: torch.Tensor, extra: int = 4096) -> torch.Tensor:
 class Oracle:
     """Exact products of a layer [M, N] in fp64, and how much PyTorch errs over all of them.
 
-    `batches` has (rms, worst) of PyTorch's product of the first M rows alone: its libraries may
-    split K then and add up in 16 bits, which errs more than the product of all rows.
+    `product` lacks the bias, so that two oracles can share it. `batches` has (rms, worst) of
+    PyTorch's product of the first M rows alone: its libraries may split K then and add up in 16
+    bits, which errs more than the product of all rows.
     """
 
-    exact: torch.Tensor
+    product: torch.Tensor
+    bias: torch.Tensor | None
     rms_error: float
     worst_error: float
     batches: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> torch.Tensor:
+        """The exact products, bias included."""
+        return _biased(self.product, self.bias)
 
     def errors(self, m: int) -> tuple[float, float]:
         """(rms, worst) that PyTorch errs by on the first m rows."""
@@ -113,32 +174,109 @@ def oracle(
     bias: bool,
     out_dtype: torch.dtype,
     batches: Iterable[int] = (),
+    product: torch.Tensor | None = None,
 ) -> Oracle:
     """The products that `check` compares with, for all rows of a layer.
 
     Args:
         batches: numbers of rows whose own product is judged too, where PyTorch multiplies in 16
             bits.
+        product: of another oracle for the same layer and kind, to be shared.
     """
-    w = reference.dequantize(layer.weight)
-    x = layer.x.float()
-    if quantized and layer.q is not None:
-        x = reference.dequantize(layer.q)
-    exact = x.double() @ w.double().T
-    if bias:
-        exact = exact + layer.bias.double()
+    added = layer.bias.double() if bias else None
+    exact = _exact_product(layer, quantized) if product is None else product
+    narrow = None if quantized else _weight(layer)
 
     def errors(m: int) -> tuple[float, float]:
-        if quantized:
-            y = x[:m] @ w.T
+        found = Found(exact.device)
+        if narrow is None:
+            # an fp32 product, whose own error is far below the output's, may be made in parts
+            x = _activations(layer, quantized)
+            for columns, w in _weight_parts(layer):
+                y = x @ w.T
+                y = y + layer.bias[columns].float() if bias else y
+                found.add(
+                    y.to(out_dtype), exact[:, columns], None if added is None else added[columns]
+                )
         else:
-            y = (layer.x[:m] @ w.to(layer.x.dtype).T).float()
-        y = y + layer.bias.float() if bias else y
-        difference = y.to(out_dtype).double() - exact[:m]
-        return _rms(difference), difference.abs().amax().item()
+            # libraries choose how to add up by the shape: 16-bit products are PyTorch's own, whole
+            y = layer.x[:m] @ narrow.T
+            for rows in _parts(m, len(narrow)):
+                part = y[rows].float()
+                part = part + layer.bias.float() if bias else part
+                found.add(part.to(out_dtype), exact[:m][rows], added)
+        _, rms, _, worst, _ = found.read()
+        return rms, worst
 
     smaller = () if quantized else (m for m in batches if 0 < m < len(exact))
-    return Oracle(exact, *errors(len(exact)), {m: errors(m) for m in smaller})
+    whole = errors(len(exact))
+    return Oracle(exact, added, *whole, {m: errors(m) for m in smaller})
+
+
+class Found:
+    """What `check` asks about y - exact, gathered part by part without a copy to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._peaks = torch.zeros(2, dtype=torch.float64, device=device)
+        self._count = 0
+
+    def add(self, y: torch.Tensor, product: torch.Tensor, bias: torch.Tensor | None) -> None:
+        for rows in _parts(*y.shape):
+            exact = _biased(product[rows], bias)
+            difference = (y[rows].double() - exact).abs_()
+            sums = (~y[rows].isfinite()).sum(), difference.square().sum(), exact.square().sum()
+            self._sums += torch.stack([one.double() for one in sums])
+            peaks = torch.stack([difference.amax(), exact.abs().amax()])
+            self._peaks = torch.maximum(self._peaks, peaks)
+        self._count += y.numel()
+
+    def read(self) -> tuple[float, float, float, float, float]:
+        """Elements that are not finite, rms of the difference and of exact, largest of the two."""
+        bad, error, size, worst, largest = torch.cat([self._sums, self._peaks]).tolist()
+        count = self._count
+        return bad, (error / count) ** 0.5, (size / count) ** 0.5, worst, largest
+
+
+def _biased(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product if bias is None else product + bias
+
+
+def _activations(layer: Layer, quantized: bool) -> torch.Tensor:
+    """x in fp32, as it is multiplied."""
+    if quantized and layer.q is not None:
+        return reference.dequantize(layer.q)
+    return layer.x.float()
+
+
+def _weight_parts(layer: Layer) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows of the weight, dequantized to fp32: few enough that a product with them is small too."""
+    m, n, k = layer.shape
+    weight, height = layer.weight, layer.weight.block[0] if layer.weight.block else 1
+    for rows in _parts(n, max(k, m), height):
+        scale = weight.scale
+        if weight.block:
+            scale = scale[rows.start // height : -(-rows.stop // height)]
+        elif scale.ndim:
+            scale = scale[rows]
+        yield rows, reference.dequantize(replace(weight, data=weight.data[rows], scale=scale))
+
+
+def _weight(layer: Layer) -> torch.Tensor:
+    """The weight in the activations' dtype."""
+    w = layer.x.new_empty(layer.shape[1:])
+    for rows, part in _weight_parts(layer):
+        w[rows] = part
+    return w
+
+
+def _exact_product(layer: Layer, quantized: bool) -> torch.Tensor:
+    m, n, _ = layer.shape
+    x = _activations(layer, quantized).double()
+    exact = x.new_empty(m, n)
+    for columns, w in _weight_parts(layer):
+        exact[:, columns] = x @ w.double().T
+    return exact
 
 
 def allowance(backend: Backend, problem: Problem, device: Device) -> float:
@@ -169,7 +307,7 @@ def check(
     m = layer.x.shape[0] if rows is None else rows
     problem = replace(problem, m=m)
     config = config or backend.default_config(problem, device)
-    weight = _prepared(layer)
+    weight = layer.prepared
     x: torch.Tensor | QTensor = poisoned(layer.x[:m]) if m else layer.x[:0]
     if backend.kind == "w8a8":
         assert layer.q is not None
@@ -184,18 +322,10 @@ def check(
         return f"{config}: shape {tuple(y.shape)} {y.dtype}"
     if m == 0:
         return None
-    exact = wanted.exact[:m]
-    difference = (y.double() - exact).abs()
+    found = Found(y.device)
+    found.add(y, wanted.product[:m], wanted.bias)
     # one copy to the host: a suite makes a hundred thousand of these calls
-    bad, error, size, worst, largest = torch.stack(
-        [
-            (~y.isfinite()).sum().double(),
-            difference.square().mean().sqrt(),
-            exact.square().mean().sqrt(),
-            difference.amax(),
-            exact.abs().amax(),
-        ]
-    ).tolist()
+    bad, error, size, worst, largest = found.read()
     if bad:
         return f"m={m} {config}: {bad:.0f} elements are not finite"
     short = allowance(backend, problem, device)
@@ -209,19 +339,6 @@ def check(
     if worst > limit:
         return f"m={m} {config}: largest error {worst:.3e}, allowed {limit:.3e}"
     return None
-
-
-@lru_cache(maxsize=1)
-def _prepared(layer: Layer) -> CanonicalWeight:
-    plain = canonical_weight(layer.weight, layer.scheme)
-    tensors = {"codes": poisoned_tail(plain.codes), "scale": plain.scale}
-    if plain.scale.ndim:
-        tensors["scale"] = poisoned_tail(plain.scale)
-    return plain.replaced(tensors)
-
-
-def _rms(error: torch.Tensor) -> float:
-    return error.square().mean().sqrt().item()
 
 
 def problem_of(

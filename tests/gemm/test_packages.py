@@ -129,7 +129,8 @@ def test_deep_gemm_gets_column_major_scales_with_columns_16_bytes_apart(install)
     run_both(gemm.backend("deep_gemm"), BLOCK)
 
 
-def test_flashinfer_gets_rows_padded_to_four(install):
+@pytest.mark.parametrize("m", [16, 17])
+def test_flashinfer_gets_rows_padded_to_four(install, m):
     def gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode, out_dtype):
         assert scale_major_mode == "K"
         assert a.shape[0] % 4 == 0
@@ -138,7 +139,7 @@ def test_flashinfer_gets_rows_padded_to_four(install):
         return ((a.float() * one) @ (b.float() * two.repeat_interleave(128, 1)).T).to(out_dtype)
 
     install("flashinfer.gemm", gemm_fp8_nt_groupwise)
-    run_both(gemm.backend("flashinfer"), BLOCK)
+    run_both(gemm.backend("flashinfer"), BLOCK, m)
 
 
 def shuffling_marlin(n, k):

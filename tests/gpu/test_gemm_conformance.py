@@ -2,11 +2,12 @@
 
 A test is a layer, a backend and an accumulate mode, and holds every M with and without a bias. Run
 in parallel with `-n 16 --dist loadgroup`: one process then has all tests of a layer, and what they
-share (operands, exact products) is made once; most of the time goes into compiling kernels.
+share (operands, an exact product) is made once and dropped with the last of them; most of the time
+goes into compiling kernels. One process has all of the largest layers, one after another.
 """
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 
@@ -45,7 +46,7 @@ ODD = (
 )
 MS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 133, 512, 4097)
 FIRST = (ROW, BLOCK, Scheme("channel"))  # the schemes of the large shapes
-LARGE = 200_000_000  # weights whose fp64 copies let few processes have one at a time
+LARGE = 200_000_000  # weights that only one process at a time should hold
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -61,19 +62,44 @@ def cases():
 def marked(case):
     scheme, n, k, dtype = case
     name = f"{scheme.name}-n{n}-k{k}-{testing_gemm.DTYPE_NAMES[dtype]}"
-    group = f"large-{scheme.name}" if n * k > LARGE else name
+    group = "large" if n * k > LARGE else name
     marks = [pytest.mark.xdist_group(group)] if find_spec("xdist") else []
-    return pytest.param(*case, marks=marks, id=name)
+    return pytest.param(case, marks=marks, id=name)
 
 
-@lru_cache(maxsize=1)
-def layer_of(scheme, n, k, dtype):
-    return testing_gemm.random_layer(scheme, max(MS), n, k, dtype, "cuda")
+class Operands:
+    """A layer and its products, made when a test asks; one exact product [M, N] is held at most."""
+
+    def __init__(self, case):
+        self.case = self.scheme, self.n, self.k, self.dtype = case
+        self.oracles = {}
+
+    @cached_property
+    def layer(self):
+        scheme, n, k, dtype = self.case
+        return testing_gemm.random_layer(scheme, max(MS), n, k, dtype, "cuda")
+
+    def oracle(self, quantized, bias):
+        if any(kind != quantized for kind, _ in self.oracles):
+            self.oracles.clear()
+        if (quantized, bias) not in self.oracles:
+            other = self.oracles.get((quantized, not bias))
+            self.oracles[quantized, bias] = testing_gemm.oracle(
+                self.layer, quantized, bias, self.dtype, MS, other and other.product
+            )
+        return self.oracles[quantized, bias]
+
+    def drop(self):
+        # a failed test's traceback may hold this object, and must not hold its tensors
+        self.__dict__.clear()
 
 
-@lru_cache(maxsize=4)
-def oracle_of(scheme, n, k, dtype, quantized, bias):
-    return testing_gemm.oracle(layer_of(scheme, n, k, dtype), quantized, bias, dtype, MS)
+@pytest.fixture(scope="module")
+def operands(request):
+    made = Operands(request.param)
+    yield made
+    made.drop()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +109,9 @@ def no_tf32():
 
 @pytest.mark.parametrize("backend", gemm.backends(), ids=lambda b: b.name)
 @pytest.mark.parametrize("accumulate", ["fast", "fp32_128"])
-@pytest.mark.parametrize(("scheme", "n", "k", "dtype"), [marked(c) for c in cases()])
-def test_product_errs_at_most_twice_as_much_as_torch(scheme, n, k, dtype, accumulate, backend):
+@pytest.mark.parametrize("operands", [marked(c) for c in cases()], indirect=True)
+def test_product_errs_at_most_twice_as_much_as_torch(operands, accumulate, backend):
+    scheme, n, k, dtype = operands.case
     device, name = current_device(), testing_gemm.DTYPE_NAMES[dtype]
     found = []
     for bias in (False, True):
@@ -92,8 +119,7 @@ def test_product_errs_at_most_twice_as_much_as_torch(scheme, n, k, dtype, accumu
         why = _refusal(backend, problem, device)
         if why:
             pytest.skip(f"{backend.name} {why}")
-        layer = layer_of(scheme, n, k, dtype)
-        wanted = oracle_of(scheme, n, k, dtype, backend.kind == "w8a8", bias)
+        layer, wanted = operands.layer, operands.oracle(backend.kind == "w8a8", bias)
         found += [testing_gemm.check(backend, layer, wanted, problem, device, rows=m) for m in MS]
     assert not any(found), "\n".join(filter(None, found))
 
