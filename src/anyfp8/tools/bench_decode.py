@@ -29,7 +29,7 @@ from anyfp8.tools.bench_gemm import Budget, Timer, contestants
 from anyfp8.tools.decode_judge import judged
 from anyfp8.tools.decode_report import DENSE, Cell, Step, line, summarize
 from anyfp8.tools.decode_shapes import Decoder
-from anyfp8.tools.decode_stack import Stack, Weights, applied
+from anyfp8.tools.decode_stack import Stack, Weights, applied, by_kind
 from anyfp8.tools.gemm_contenders import SELECTION, Setting, first_line
 from anyfp8.tools.gemm_roof import Roof, measure_roof
 from anyfp8.tools.timing import Call, Timing
@@ -225,7 +225,7 @@ def _request(name: str, vendor: str) -> Request:
 
 def _served(layers: torch.nn.ModuleList, tokens: int) -> dict[str, dict[str, Any]]:
     served: dict[str, dict[str, Any]] = {}
-    for kind, linear in layers[0].items():  # type: ignore[reportCallIssue]
+    for kind, linear in by_kind(layers)[0].items():
         if isinstance(linear, Fp8Linear):
             choice = linear.plan().choice(tokens)
             served[kind] = {

@@ -8,7 +8,7 @@ import torch
 
 from anyfp8 import reference
 from anyfp8.linear import Fp8Linear
-from anyfp8.tools.decode_stack import Apply, Weights, applied
+from anyfp8.tools.decode_stack import Apply, Weights, applied, by_kind
 from anyfp8.tools.gemm_operands import Exact, judge, slack
 
 JUDGED_ROWS = 256
@@ -18,14 +18,15 @@ def judged(
     step: Callable[[Apply], torch.Tensor], layers: torch.nn.ModuleList, weights: Weights
 ) -> tuple[torch.Tensor, float, str]:
     """(logits, the greatest error of a judged linear, what is wrong or "")."""
-    inner, judged = applied(layers), {0, len(layers) - 1}
+    inner, linears, judged = applied(layers), by_kind(layers), {0, len(layers) - 1}
     worst, complaints = 0.0, []
 
     def listening(layer: int, kind: str, x: torch.Tensor) -> torch.Tensor:
         nonlocal worst
         y = inner(layer, kind, x)
         if layer in judged:
-            linear = layers[layer][kind]  # type: ignore[reportIndexIssue]
+            linear = linears[layer][kind]
+            assert isinstance(linear, Fp8Linear)
             error, complaint = _judge_linear(linear, x, y, weights, layer, kind)
             worst = max(worst, error)
             if complaint:

@@ -99,9 +99,14 @@ class Weights:
         return layers
 
 
+def by_kind(linears: torch.nn.ModuleList) -> list[dict[str, torch.nn.Module]]:
+    """{kind: linear} of each layer, from what `fp8_linears` and `dense_linears` return."""
+    return [dict(layer.items()) for layer in linears if isinstance(layer, torch.nn.ModuleDict)]
+
+
 def applied(linears: torch.nn.ModuleList) -> Apply:
     """The linears as a stack calls them."""
-    table = [dict(layer.items()) for layer in linears]  # type: ignore[reportCallIssue]
+    table = by_kind(linears)
     return lambda layer, kind, x: table[layer][kind](x)
 
 

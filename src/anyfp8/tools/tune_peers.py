@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from anyfp8.problem import Scheme
+from anyfp8.tools.bench_gemm import judged
 from anyfp8.tools.gemm_contenders import Layer, Setting, first_line
-from anyfp8.tools.gemm_operands import Operands, judge
+from anyfp8.tools.gemm_operands import Operands
 from anyfp8.tools.gemm_peers import baselines, find_peers
 from anyfp8.tools.gemm_shapes import Shape
 from anyfp8.tools.timing import Call
@@ -39,9 +40,7 @@ class Peers:
         right = {}
         for contender in found:
             try:
-                y = contender.calls[-1]()
-                exact = self._operands.exact(contender.weight, contender.activation)
-                _, complaint = judge(y, exact, m, contender.allowed)  # type: ignore[arg-type]
+                _, complaint = judged(contender, self._operands, m)
             except Exception as error:
                 complaint = first_line(error)
             if complaint:
