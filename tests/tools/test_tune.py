@@ -447,6 +447,57 @@ def test_candidates_of_another_cell_are_timed_while_some_compile(tmp_path):
     assert time.monotonic() - start < 10
 
 
+def test_cells_of_the_next_shape_are_timed_while_one_shape_compiles(tmp_path):
+    todo = cells(ms=(1, 16), shapes=("512,1024", "1024,512"))
+    held, order = {}, []
+
+    class Compiler:
+        """The first shape's kernels are ready only when the second shape is done."""
+
+        def submit(self, cell, backend, config):
+            future = Future()
+            if cell.n == 512 and len(order) < 2:
+                held[id(future)] = future
+            else:
+                future.set_result("")
+            return future
+
+    def report(tuned):
+        order.append(tuned.cell.n)
+        if len(order) == 2:
+            for future in held.values():
+                future.set_result("")
+
+    book = Book(tmp_path / file_name(H200.name), HEADER, {})
+    run_gpu(LocalQueue(todo), Fake(), Compiler(), book, H200, "", SMALL, report)
+    book.close(complete=True)
+    assert order == [1024, 1024, 512, 512]
+
+
+def test_the_best_of_the_first_race_race_with_the_quantization(tmp_path):
+    class Watched(Fake):
+        raced = ()
+
+        def race(self, cell, op, entries, default):
+            self.raced = (*self.raced, (op, entries))
+            return super().race(cell, op, entries, default)
+
+    measurer = Watched()
+    (cell,) = cells(ms=(16,))
+    tune(tmp_path, [cell], measurer, Effort())
+    (_, first), (_, second) = measurer.raced
+    ours = {name: e["config"] for name, e in first.items() if e["backend"] == "triton_row"}
+    assert len(ours) == Effort().finalists
+    backend = next(b for b in willing(cell, "gemm", H200, {}) if b.name == "triton_row")
+    known = sorted(
+        ours.values(),
+        key=lambda c: model_us(cell, "gemm", backend, backend.config_class.from_dict(c)),
+    )
+    again = [e["config"] for e in second.values() if e["backend"] == "triton_row"]
+    assert again == known[:3]
+    assert "default" in second
+
+
 def test_a_gpu_that_cannot_even_begin_is_told_of_and_the_others_go_on(tmp_path):
     class Broken(Fake):
         def open(self, cell):

@@ -1,5 +1,7 @@
 """How candidates are judged before they are timed, on the CPU; the GPU's part is tests/gpu."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,7 +101,7 @@ def test_a_large_weight_is_made_in_parts_with_the_scales_of_the_whole(monkeypatc
 def bench(monkeypatch):
     """A bench whose graphs are plain calls, on the CPU."""
 
-    def race(contenders, rounds, block_us, at_least):
+    def race(contenders, rounds, block_us, at_least, captured):
         for calls in contenders.values():
             calls[0]()
         return {
@@ -108,7 +110,7 @@ def bench(monkeypatch):
         }
 
     found = Bench.__new__(Bench)
-    found.device, found._shape, found._pool = H200, (), None
+    found.device, found._kept, found._pool = H200, {}, None
     monkeypatch.setattr(timing, "race", race)
     monkeypatch.setattr(Bench, "_captured", lambda self, calls, repeats: calls[0]())
     monkeypatch.setattr(Bench, "_measured", lambda self, calls, us: calls[0]() is None or 7.0)
@@ -181,3 +183,23 @@ def test_a_race_has_ratios_to_the_default_and_leaves_out_who_is_wrong(bench, mon
     found = ask(worker, cell, "race", peers=False, **race)
     assert list(found["us"]) == ["default"]
     assert found["refused"]["dequant#1"][0] == "wrong"
+
+
+def test_operands_of_the_last_few_shapes_are_kept(bench, monkeypatch):
+    worker, _ = bench()
+    made = []
+    monkeypatch.setattr(tune_measure, "Data", lambda *about: made.append(about[1:3]) or object())
+    monkeypatch.setattr(tune_measure, "Peers", lambda *about: object())
+    cuda = tune_measure.torch.cuda
+    monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    facts = type("Facts", (), {"L2_cache_size": 1 << 20})
+    monkeypatch.setattr(cuda, "get_device_properties", lambda _: facts)
+    shapes = read_shapes(["384,256"], Scheme.parse("w8a16-channel"))[0]
+    of = {n: cells_of([replace(shapes[0], n=n)], H200, [16])[0] for n in (128, 256, 384, 512)}
+    seen = {}
+    for n in (128, 256, 384, 128, 512, 128, 384, 256):
+        ask(worker, of[n], "open", m_most=16, seed=0, peers=None)
+        assert seen.setdefault((n, made.count((n, 256))), worker._data) is worker._data
+    # 256 was the one asked for longest ago when the fourth came
+    assert [n for n, _ in made] == [128, 256, 384, 512, 256]

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
+# calls, at least so many in the graph -> the graph and how many it holds
+Captured = Callable[[Sequence[Call], int], "tuple[torch.cuda.CUDAGraph, int]"]
 
 # together the rotating buffers are this many times the L2, so that each call finds it cold
 COLD_FACTOR = 4
@@ -89,6 +91,7 @@ def race(
     rounds: int = 21,
     block_us: float = 800.0,
     at_least: int = 64,
+    captured: Captured = capture,
 ) -> dict[str, Timing]:
     """Time contenders side by side.
 
@@ -96,14 +99,14 @@ def race(
         contenders: name -> calls over rotating buffers, all doing the same work.
         rounds: blocks of replays of each contender.
         block_us: length of one block.
-        at_least: calls in a graph; fewer where each is long.
+        at_least: calls in a graph; fewer where each is long. captured: makes one.
 
     Returns:
         name -> Timing; `rounds` of two timings pair up.
     """
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int, int]] = {}
     for name, calls in contenders.items():
-        graph, n_calls = capture(calls, at_least)
+        graph, n_calls = captured(calls, at_least)
         graph.replay()
         start, end = _event(), _event()
         start.record()

@@ -1,6 +1,6 @@
 """Cells → rows of a table: one measuring process a GPU, compilers beside it, everything kept.
 
-`run_gpu` is the loop of one GPU: it keeps a few cells open, so that while the candidates of one
+`run_gpu` is the loop of one GPU: it keeps many cells open, so that while the candidates of one
 compile those of another are timed. The queue, the measurer and the compiler are protocols: a
 cluster's engine brings its own, a test brings fakes.
 """
@@ -25,8 +25,8 @@ from anyfp8.tools.tune_contest import Contest, Race
 from anyfp8.tools.tune_journal import Book, Outcome, Refusal
 from anyfp8.tools.tune_search import FULL, Ask, Effort
 
-# cells that are open at once on one GPU
-_OPEN = 4
+# cells that are open at once on one GPU: a search waits three times for compilers, 4 s and more
+_OPEN = 16
 # seconds: making operands and trying libraries, one candidate, one race
 OPEN_LIMIT_S, TIME_LIMIT_S, RACE_LIMIT_S = 400.0, 30.0, 120.0
 
@@ -34,8 +34,8 @@ OPEN_LIMIT_S, TIME_LIMIT_S, RACE_LIMIT_S = 400.0, 30.0, 120.0
 class WorkQueue(Protocol):
     """Where cells come from; several GPUs, or machines, may take from one."""
 
-    def take(self, like: Cell | None = None) -> Cell | None:
-        """The next cell, or None: with `like`, only one of the same weight."""
+    def take(self) -> Cell | None:
+        """The next cell, or None."""
         ...
 
 
@@ -77,11 +77,9 @@ class LocalQueue:
         self._cells = deque(cells)
         self._taking = threading.Lock()
 
-    def take(self, like: Cell | None = None) -> Cell | None:
+    def take(self) -> Cell | None:
         with self._taking:
-            if not self._cells or (like is not None and self._cells[0].shape != like.shape):
-                return None
-            return self._cells.popleft()
+            return self._cells.popleft() if self._cells else None
 
 
 class GpuWorker:
@@ -169,8 +167,7 @@ def run_gpu(
     open_cells: list[_Open] = []
     while True:
         while len(open_cells) < _OPEN:
-            like = open_cells[0].contest.cell if open_cells else None
-            cell = queue.take(like)
+            cell = queue.take()
             if cell is None:
                 break
             opened = _open(cell, measurer, compiler, book, device, effort)
@@ -216,13 +213,15 @@ class _Open:
         """Settle one ask that is known or compiled; False where none is."""
         cell = self.contest.cell
         for backend, ask in self.contest.asks():
+            compiled = self.compiling.get((backend, ask.config))
+            if compiled is not None and not compiled.done():
+                continue
             config = ask.config.to_dict()
             known = self._book.known(cell.key, backend, config, ask.share)
             if known is not None:
                 self._tell(backend, ask, known)
                 return True
-            compiled = self.compiling.get((backend, ask.config))
-            if compiled is None or not compiled.done():
+            if compiled is None:
                 continue
             why = compiled.result()
             outcome: Outcome = Refusal("failed", why) if why else 0.0
@@ -252,6 +251,7 @@ class _Open:
                 refused = asked.get(name, {"backend": name, "config": {}})
                 self._book.timed(cell.key, **refused, share=0, outcome=Refusal(kind, reason))
             rows += contest.rows(op, race, about)
+            contest.narrow(race)
         winners = {op: contest.winner(op, rows) for op in cell.ops}
         if any(winners.values()):
             told = {op: None if row is None else row.to_dict() for op, row in winners.items()}

@@ -6,6 +6,7 @@ runs, its µs is at least the default's, and the look-up (which wants 2 %) takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from anyfp8.tools.tune_cells import Cell, searched, space_of, willing
 from anyfp8.tools.tune_search import Ask, Effort, Search, search
 
 DEFAULT = "default"
+# finalists of a backend that race once more with the quantization
+_RACED_AGAIN = 3
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,12 @@ class Contest:
             for number, config in enumerate(own):
                 found[f"{backend.name}#{number + 1}"] = (backend, config)
         return found, DEFAULT if DEFAULT in found else ""
+
+    def narrow(self, race: Race) -> None:
+        """Leave each backend the best few of a race: quantizing takes all the same time."""
+        for backend, own in self._finalists.items():
+            us = {c: race.us.get(f"{backend}#{i + 1}", math.inf) for i, c in enumerate(own)}
+            self._finalists[backend] = tuple(sorted(own, key=lambda c: us[c])[:_RACED_AGAIN])
 
     def rows(self, op: str, race: Race, about: str) -> list[Row]:
         """One row a backend of ours, one of the default path, one a peer.

@@ -28,16 +28,21 @@ from anyfp8.tools.tune_peers import Peers
 FIRST_US = 5000.0
 _CALLS = 24
 ROUNDS, LONG_ROUNDS, RUNS, BLOCK_US = 15, 9, 2, 800.0
+# of a ratio's interval: more of them would take longer than the race
+_SAMPLES = 200
+# shapes whose operands are kept: several are open at once
+_KEPT = 3
 
 
 class Bench:
-    """Answers the tuner's requests on the current GPU, one shape at a time."""
+    """Answers the tuner's requests on the current GPU, for a few shapes at a time."""
 
     def __init__(self) -> None:
         self.device: Device = device_of("cuda")
         self._data: Data | None = None
         self._peers: Peers | None = None
-        self._shape: tuple[Any, ...] = ()
+        # the one in use last
+        self._kept: dict[tuple[Any, ...], tuple[Data, Peers]] = {}
         self._pool: Any = None
         self._stream: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
@@ -57,15 +62,18 @@ class Bench:
 
     def _open(self, cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         shape = (*cell.shape, request["m_most"], request["seed"])
-        if shape != self._shape:
-            self._data, self._peers, self._shape = None, None, ()
+        kept = self._kept.pop(shape, None)
+        if kept is None:
+            self._data, self._peers = None, None
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
             torch.cuda.empty_cache()
             l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
             copies = timing.buffers_for(cell.n * cell.k, l2)
             m, seed = request["m_most"], request["seed"]
-            self._data = Data(cell.scheme, cell.n, cell.k, m, cell.dtype, "cuda", copies, seed)
-            self._peers = Peers(cell, m, seed, copies, request["peers"])
-            self._shape = shape
+            data = Data(cell.scheme, cell.n, cell.k, m, cell.dtype, "cuda", copies, seed)
+            kept = data, Peers(cell, m, seed, copies, request["peers"])
+        self._data, self._peers = self._kept[shape] = kept
         refused = {}
         for op in cell.ops:
             problem = cell.problem(op)
@@ -121,12 +129,14 @@ class Bench:
         # long calls need no long graphs, and their ratios fewer rounds
         at_least = max(1, min(_CALLS, round(2 * BLOCK_US / once)))
         rounds = ROUNDS if once < BLOCK_US / 2 else LONG_ROUNDS
-        races = [timing.race(everyone, rounds, BLOCK_US, at_least) for _ in range(RUNS)]
+        races = [
+            timing.race(everyone, rounds, BLOCK_US, at_least, self._graph) for _ in range(RUNS)
+        ]
         us = {name: statistics.median(race[name].us for race in races) for name in everyone}
         ratios: dict[str, tuple[float, float, float]] = {}
         default = request["default"]
         for name in everyone if default in contenders else ():
-            found = [timing.ratio(race[default], race[name]) for race in races]
+            found = [timing.ratio(race[default], race[name], _SAMPLES) for race in races]
             middle = statistics.fmean(r.value for r in found)
             ratios[name] = (middle, min(r.low for r in found), max(r.high for r in found))
         return {"us": us, "ratios": ratios, "refused": refused, "peers": sorted(peers)}
@@ -158,6 +168,10 @@ class Bench:
         y = calls[-1]()
         assert isinstance(y, torch.Tensor)
         return data.judge(y, problem.m, backend.kind == "w8a8", problem.accumulate)
+
+    def _graph(self, calls: Sequence[Call], at_least: int) -> tuple[torch.cuda.CUDAGraph, int]:
+        repeats = max(1, -(-at_least // len(calls)))
+        return self._captured(calls, repeats), repeats * len(calls)
 
     def _captured(self, calls: Sequence[Call], repeats: int) -> torch.cuda.CUDAGraph:
         # not by `torch.cuda.graph`, which empties the allocator's cache each time
