@@ -82,7 +82,7 @@ class Fake:
 
 
 def cells(ms=(1, 16), shapes=("512,1024",), scheme=ROW, tp=1):
-    return cells_of(read_shapes(shapes, scheme, tp)[0], H200, ms)
+    return cells_of(read_shapes(shapes, scheme, tp=tp)[0], H200, ms)
 
 
 def tune(folder, todo, measurer, effort=SMALL, complete=True):

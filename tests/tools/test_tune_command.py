@@ -184,7 +184,20 @@ def test_words_that_cannot_be_read_are_errors():
 def test_shapes_are_tuned_one_after_another_on_the_whole_grid(capsys):
     tune(["512,1024", "1024,1024"], effort="quick", dry_run=True, as_json=True)
     cells = json.loads(capsys.readouterr().out)["cells"]
-    assert [(c["n"], c["m"]) for c in cells] == [(n, m) for n in (1024, 512) for m in M_GRID]
+    assert [(c["n"], c["m"]) for c in cells] == [(n, m) for n in (512, 1024) for m in M_GRID]
+
+
+def test_models_come_in_their_order_with_each_scheme_in_turn(capsys):
+    schemes = ("w8a8-channel-token", "w8a8-block128x128-group128")
+    tune(
+        ["llama-3-70b-tp8", "qwen3-8b"], scheme=",".join(schemes), m="16", dry_run=True,
+        as_json=True,
+    )  # fmt: skip
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    llama = [(7168, 8192), (8192, 3584), (1280, 8192), (8192, 1024)]
+    qwen = [(24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096)]
+    wanted = [(scheme, n, k) for model in (llama, qwen) for scheme in schemes for n, k in model]
+    assert [(c["scheme"], c["n"], c["k"]) for c in cells] == wanted
 
 
 def test_rows_so_far_apart_that_they_lose_between_them_are_noted(capsys):

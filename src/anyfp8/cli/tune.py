@@ -26,11 +26,12 @@ def tune(
         typer.Option(help="full: 25 configurations a cell; quick: 12; none: show the ranker."),
     ] = "full",
     m: Annotated[
-        str | None, typer.Option("--m", help="Rows, such as 1,16,4096  [default: of --effort]")
+        str | None, typer.Option("--m", help="Rows, such as 1,16,4096  [default: 21 to 8192]")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="One rank of so many.")] = 1,
     scheme: Annotated[
-        str | None, typer.Option(help="Of a shape or a 16-bit model  [default: fp8-channel]")
+        str | None,
+        typer.Option(help="Of shapes and 16-bit models; A,B for both  [default: fp8-channel]"),
     ] = None,
     op: Annotated[
         str | None, typer.Option(help="gemm, or linear: quantization included  [default: both]")

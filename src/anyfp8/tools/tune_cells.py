@@ -7,7 +7,7 @@ tensor parallelism, from the functions that `explain` uses: what is tuned is wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,11 +83,18 @@ class Shape:
     dtype: str
     count: int
 
+    @property
+    def key(self) -> tuple[Scheme, int, int, str]:
+        return self.scheme, self.n, self.k, self.dtype
+
 
 def read_shapes(
-    texts: Iterable[str], scheme: Scheme | None = None, tp: int = 1
+    texts: Iterable[str], *schemes: Scheme | None, tp: int = 1
 ) -> tuple[list[Shape], list[str]]:
-    """Shapes of models, configs, "N,K" and the benchmarks' names; the most work first.
+    """Shapes of models, configs, "N,K" and the benchmarks' names, of each the most work first.
+
+    Args:
+        schemes: of what has none of its own; with several each text is read once for each.
 
     Returns:
         (shapes, notes on what was assumed).
@@ -98,17 +105,26 @@ def read_shapes(
     found: dict[tuple[Scheme, int, int, str], Shape] = {}
     notes: list[str] = []
     for text in texts:
-        model = _named(text, scheme) or read_model(text, scheme)
-        notes += model.notes
-        model = sharded(fused(model), tp)
-        for layer in model.layers:
-            dtype = DTYPE_NAMES[model.dtype]
-            key = (layer.scheme, layer.n, layer.k, dtype)
-            old = found.get(key)
-            count = 1 if old is None else old.count + 1
-            found[key] = Shape(old.name if old else layer.kind, *key, count)
-    shapes = sorted(found.values(), key=lambda s: -s.count * s.n * s.k)
-    return shapes, list(dict.fromkeys(notes))
+        # a checkpoint that has a scheme gives the same with every other
+        mine: dict[tuple[Scheme, int, int, str], Shape] = {}
+        for scheme in schemes or (None,):
+            model = _named(text, scheme) or read_model(text, scheme)
+            notes += model.notes
+            mine |= {shape.key: shape for shape in _counted(sharded(fused(model), tp))}
+        for key, shape in mine.items():
+            count = shape.count + (found[key].count if key in found else 0)
+            found[key] = replace(found.get(key, shape), count=count)
+    return list(found.values()), list(dict.fromkeys(notes))
+
+
+def _counted(model: Model) -> list[Shape]:
+    """The shapes of one model, the most work first."""
+    found: dict[tuple[Scheme, int, int, str], Shape] = {}
+    for layer in model.layers:
+        shape = Shape(layer.kind, layer.scheme, layer.n, layer.k, DTYPE_NAMES[model.dtype], 0)
+        old = found.get(shape.key, shape)
+        found[shape.key] = replace(old, count=old.count + 1)
+    return sorted(found.values(), key=lambda s: -s.count * s.n * s.k)
 
 
 def _named(text: str, scheme: Scheme | None) -> Model | None:

@@ -65,7 +65,8 @@ def command(
             got=f"--effort {effort}" + (f" --op {op}" if op else ""),
             want=f"--effort {', '.join(EFFORTS)}; --op {' or '.join(OPS)}",
         )
-    shapes, notes = read_shapes(models, None if scheme is None else parse_scheme(scheme), tp)
+    schemes = [] if scheme is None else map(parse_scheme, scheme.split(","))
+    shapes, notes = read_shapes(models, *schemes, tp=tp)
     ms = grid(m)
     if apart := gaps(ms):
         notes = [*notes, _GAPS + ", ".join(f"{low} and {high}" for low, high in apart)]
