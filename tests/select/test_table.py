@@ -367,7 +367,7 @@ def engine_files(draw):
             name, tile = f"{start}_channelwise.json", st.none() | TILES
         else:
             block = f"[{draw(POWERS)},{space}{draw(POWERS)}]"
-            name, tile = f"{start},block_shape={block}.json", st.none() | GROUPED
+            name, tile = f"{start},block_shape={block}.json", GROUPED
         files[name] = draw(st.dictionaries(MS, tile, min_size=1, max_size=5))
     return engine, files
 
@@ -435,6 +435,22 @@ def test_a_tile_that_the_engines_kernels_do_not_have_is_not_exported(tmp_path):
     assert "swap" not in TileConfig(**A).to_dict()
     choice = select(problem(8), H200, Request(), tables_of(H200, row(8, swapped, 5.0)))
     assert choice.config == TileConfig(**swapped)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_block_tile_is_exported_although_it_lost_and_never_a_null(engine):
+    # SGLang's look-up reads BLOCK_SIZE_K of every entry, and vLLM passes each to its only kernel
+    scheme = Scheme("block", "group", True, block=(128, 128), group=128)
+    key = (scheme.name, 4096, 4096)
+    rows = (
+        Row(*key, 16, "triton_block", config=tuple(A.items()), us=12.0),
+        Row(*key, 16, "torch_scaled_mm", "default", us=9.0),
+        Row(*key, 64, "torch_scaled_mm", "default", us=9.0),
+    )
+    [configs] = sglang_tables.export(Table(Header("NVIDIA H200"), rows), engine).values()
+    assert set(configs) == {16}
+    assert configs[16]["num_stages"] == 3
+    assert sglang_tables.export(Table(Header("NVIDIA H200"), rows[2:]), engine) == {}
 
 
 def test_fields_of_an_engines_other_kernels_go_back_as_they_came(tmp_path):

@@ -2,8 +2,8 @@
 
 SGLang reads `N=…,K=…,device_name=…,dtype=fp8_w8a8_channelwise.json` for per-token by per-channel
 layers and `…,dtype=fp8_w8a8,block_shape=[128, 128].json` for block layers; vLLM writes the latter
-without the space. `null` means that the engine's default kernel was faster at that M. The look-ups
-keep SGLang's names, signatures and rule: the plainly nearest M.
+without the space. A channelwise `null` says that the engine's default kernel was faster at that M;
+block files have none. The look-ups keep SGLang's names, signatures and rule: the plainly nearest M.
 """
 
 from __future__ import annotations
@@ -93,25 +93,32 @@ def export(table: Table, engine: str = "sglang") -> dict[str, Configs]:
             continue
         rows = [row for row in table.rows if row.scheme == scheme_name]
         for n, k in dict.fromkeys((row.n, row.k) for row in rows):
-            name = file_name(n, k, table.header.device, scheme, engine)
-            files[name] = configs_of(table, scheme, n, k)
+            configs = configs_of(table, scheme, n, k)
+            if configs:
+                files[file_name(n, k, table.header.device, scheme, engine)] = configs
     return files
 
 
 def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
-    """{M: the winning tile, None where the default path won} of the "fast" bf16 rows."""
+    """{M: tile} of the "fast" bf16 rows.
+
+    A channelwise entry is None where the default path won. A block layer's tile is the best there
+    is, won or lost: the engines run it as the only kernel, and their look-ups fail on a null.
+    """
     by_m = table.group(("gemm", scheme.name, "", "bf16", "fast", n, k))
     configs: Configs = {}
     for m in sorted(by_m):
         # their kernels have no form with the weight first
         rows = [row for row in by_m[m] if not dict(row.config or ()).get("swap")]
+        if scheme != CHANNELWISE:
+            rows = [row for row in rows if row.role != "default"]
         row = winner_of(rows, ("triton_row", "triton_block"))
-        if row is None or row.config is None:
-            configs[m] = None
-        else:
+        if row is not None and row.config is not None:
             # fields of kernels that are not here (AMD's waves_per_eu, SWAP_AB) go back as they came
             more = dict(row.extra).get("engine", {})
             configs[m] = to_engine(TileConfig(**dict(row.config)), scheme) | more
+        elif scheme == CHANNELWISE:
+            configs[m] = None
     return configs
 
 
@@ -193,9 +200,7 @@ def get_w8a8_channelwise_fp8_config(N: int, K: int, M: int) -> dict[str, Any] | 
 
 def get_w8a8_block_fp8_configs(N: int, K: int, block_n: int, block_k: int) -> Configs | None:
     """SGLang's and vLLM's look-up: {M: tile} for block layers on this GPU; None without rows."""
-    found = _configs(block_scheme(block_n, block_k), N, K)
-    # this kernel of theirs has no other to fall back to
-    return {m: c for m, c in found.items() if c is not None} or None if found else None
+    return _configs(block_scheme(block_n, block_k), N, K)
 
 
 def _configs(scheme: Scheme, n: int, k: int) -> Configs | None:
