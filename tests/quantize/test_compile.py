@@ -84,9 +84,9 @@ def test_rows_are_moved_sixteen_bytes_at_a_time():
 
 
 @pytest.mark.parametrize("name", ["group one row", "group row", "group tma"])
-def test_warps_of_a_group_wait_for_each_other_once_at_most(name):
-    # maxima stay within a warp; only scales may change hands before they are stored
-    assert ptx("sm_90", name).count("bar.sync") <= 1
+def test_warps_that_quantize_groups_do_not_wait_for_each_other(name):
+    # maxima stay within a warp, and scales are stored by the lanes that have them
+    assert not re.search(r"bar\.sync|\.shared", ptx("sm_90", name))
 
 
 def instructions(code):
@@ -106,6 +106,15 @@ def test_replacing_nan_costs_rows_without_it_a_branch():
     (way,) = (way for way in ways if "cvt.rn.satfinite" in way and "redux" not in way)
     code = instructions(common) + instructions(way)
     assert len(code) <= len(instructions(ptx("sm_90", "token")))
+
+
+def test_replacing_nan_costs_groups_two_operations_for_two_values():
+    plain, replaced = (ptx("sm_90", f"group {kind}") for kind in ("row", "nan_to_zero"))
+    assert instructions(replaced) == instructions(plain)
+    # the rest are those of inline assembly: 16 values a thread
+    assert replaced.count("set.eq.u32.bf16x2") == 8
+    added = replaced.count("numbers;") - replaced.count(".reg .b32 numbers;")
+    assert added == 8
 
 
 @pytest.mark.slow

@@ -76,6 +76,29 @@ _MAGNITUDE_PAIR_PTX = tl.constexpr("""
     and.b32 $0, pair, 0x7FFF7FFF;
 }
 """)
+# all ones for each number of a pair; a NaN differs from itself
+_NUMBERS_BF16_PTX = tl.constexpr("""
+{
+    .reg .b32 numbers;
+    set.eq.u32.bf16x2 numbers, $1, $1;
+    and.b32 $0, $1, numbers;
+}
+""")
+_NUMBERS_FP16_PTX = tl.constexpr("""
+{
+    .reg .b32 numbers;
+    set.eq.u32.f16x2 numbers, $1, $1;
+    and.b32 $0, $1, numbers;
+}
+""")
+_STORE_PTX = tl.constexpr("""
+{
+    .reg .pred inside;
+    setp.ne.b32 inside, $3, 0;
+    @inside st.global.f32 [$1], $2;
+    mov.b32 $0, 0;
+}
+""")
 _BF16_PAIR_PTX = tl.constexpr("""
     shl.b32 $0, $2, 16;
     and.b32 $1, $2, 0xFFFF0000;
@@ -251,6 +274,33 @@ def any_not_finite(amax):
 def nan_to_zero(x):
     """fp32 with 0 for NaN."""
     return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
+def pairs_nan_to_zero(x):
+    """bf16 or fp16 with 0 for NaN, two at a time (SM90)."""
+    asm: tl.constexpr = _NUMBERS_BF16_PTX if x.dtype == tl.bfloat16 else _NUMBERS_FP16_PTX
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def store_where_held(at, value, inside, PTX: tl.constexpr):
+    """Store fp32 values that several lanes hold, as reductions leave them.
+
+    With PTX each of them stores, to the same place, in one instruction of a warp: `tl.store` would
+    first deal values out to other threads, for which warps wait.
+    """
+    if PTX:
+        tl.inline_asm_elementwise(
+            _STORE_PTX,
+            "=r,l,f,r",
+            [at.to(tl.int64), value, inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(at, value, mask=inside)
 
 
 @triton.jit

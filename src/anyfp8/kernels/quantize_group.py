@@ -3,7 +3,9 @@
 A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile. A group of 128 is 8 to 32 lanes
 wide, so its maximum needs no shared memory. Scales go where their strides say; packed ones are
 single bytes of int32 words (four groups a word, unused bytes 0). Where rows are the scales' fast
-axis they are the tile's too, so that a warp's scale stores touch neighbours.
+axis they are the tile's too, so that a warp's scale stores touch neighbours. Few rows are bound by
+the instructions that each launch fetches (65 for a whole tile of one row, H200), so that masks, a
+second stride and the exchange of scales between warps are left out where they can be.
 """
 
 import triton
@@ -13,8 +15,10 @@ from anyfp8.kernels.encode import (
     encode,
     finite_amax,
     offset,
+    pairs_nan_to_zero,
     scales_of,
     silu_mul,
+    store_where_held,
     to_fp32,
     ue8m0_of,
 )
@@ -43,6 +47,7 @@ def quantize_group_kernel(
     ENCODE: tl.constexpr,
     PTX: tl.constexpr,
     PACKED_MAX: tl.constexpr,
+    WHOLE: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,8 +62,10 @@ def quantize_group_kernel(
     NAN_TO_ZERO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x_outer is None where rows have one level. Grid: blocks of groups, of rows (ROWS_FIRST: the
-    other way round), outer. THREADS share a group.
+    """x_outer is None where rows have one level, q_inner if it is x_inner, s_group if it is 1.
+
+    Grid: blocks of groups, of rows (ROWS_FIRST: the other way round), outer. THREADS share a group.
+    WHOLE: every block has GROUPS groups of G columns.
     """
     # axes, not a division: it would delay the load by a tenth of a microsecond
     group_block = tl.program_id(1 if ROWS_FIRST else 0)
@@ -80,29 +87,35 @@ def quantize_group_kernel(
     else:
         rows = row_block * ROWS + items // GROUPS
         groups = group_block * GROUPS + items % GROUPS
-    valid = rows < limit
-    inside = valid & (groups < N_GROUPS)
+    # the grid has no other row where programs take one
+    valid = rows < limit if ROWS > 1 else rows == rows
+    inside = valid if WHOLE else valid & (groups < N_GROUPS)
     if COUNTS == "write":
         tl.store(counts_ptr + outer + rows * 0, M, mask=(rows == 0) & (groups == 0))
 
     lanes = tl.arange(0, BLOCK_G)
     cols = (groups * G)[:, None] + lanes[None, :]  # [ROWS · GROUPS, BLOCK_G]
-    mask = inside[:, None] & (cols < K)
+    mask = inside[:, None] & (cols == cols if WHOLE else cols < K)
     if BLOCK_G != G:
         mask = mask & (lanes < G)[None, :]
     if x_outer is not None:
         x_ptr += outer * x_outer
         q_ptr += outer * q_outer
         s_ptr += outer * s_outer
-    x_at = x_ptr + offset(rows, x_inner)[:, None] + cols
+    x_row = offset(rows, x_inner)
+    x_at = x_ptr + x_row[:, None] + cols
     x = tl.load(x_at, mask=mask, other=0.0)
     if SILU_MUL:
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
     amax = finite_amax(x, PACKED_MAX, THREADS)  # [ROWS · GROUPS]
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
+    if NAN_TO_ZERO and PACKED_MAX:
+        # while lanes exchange maxima
+        x = pairs_nan_to_zero(x)
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
-    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO)
-    tl.store(q_ptr + offset(rows, q_inner)[:, None] + cols, q, mask=mask)
+    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO and not PACKED_MAX)
+    q_row = x_row if q_inner is None else offset(rows, q_inner)
+    tl.store(q_ptr + q_row[:, None] + cols, q, mask=mask)
 
     s_at = s_ptr + offset(rows, s_inner)
     if PACKED:
@@ -112,6 +125,7 @@ def quantize_group_kernel(
         s_at += offset(groups // 4, s_group) + groups % 4
         tl.store(s_at, code, mask=valid & (groups < stored))
     else:
-        tl.store(s_at + offset(groups, s_group), scale, mask=inside)
+        s_at += groups if s_group is None else offset(groups, s_group)
+        store_where_held(s_at, scale, inside, PTX)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

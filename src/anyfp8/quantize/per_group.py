@@ -220,6 +220,7 @@ def launch_groups(
         block = next_power_of_2(group)
         threads = threads_of(c.rows * c.groups, block, c.num_warps)
         written = -(-n_groups // 4) * 4 if result.packed else n_groups
+        whole = block == group and k % group == 0 and written % c.groups == 0 and not result.packed
         grid = (-(-written // c.groups), -(-rows.inner // c.rows), rows.outer)
         rows_first = grid[1] > MAX_OUTER
         if rows_first:
@@ -236,21 +237,22 @@ def launch_groups(
             "x_outer": None if one_level else x_outer,
             "x_inner": x_inner,
             "q_outer": None if one_level else q_outer,
-            "q_inner": q_inner,
+            "q_inner": None if q_inner == x_inner else q_inner,
             "s_outer": None if one_level else s_outer,
             "s_inner": s_inner,
-            "s_group": s_group,
+            "s_group": None if s_group == 1 else s_group,
             "floor": float(eps),
         }
         constants = dict(
             **target.numerics(result.fmt),
             **target.maxima(x, block),
+            WHOLE=whole,
             G=group,
             BLOCK_G=block,
             ROWS=c.rows,
             GROUPS=c.groups,
             THREADS=threads,
-            ROWS_FASTEST=rows_fastest,
+            ROWS_FASTEST=rows_fastest and c.rows > 1,
             ROWS_FIRST=rows_first,
             UE8M0=ue8m0,
             PACKED=result.packed,
