@@ -18,8 +18,8 @@ from anyfp8.problem import Problem, Scheme
 from anyfp8.select import Choice, Plan, Request
 from anyfp8.select.selection import resolve_accumulate
 from anyfp8.select.table import Tables, load_tables
+from anyfp8.tools.gemm_libraries import Peer
 from anyfp8.tools.gemm_operands import Operands, rows_of, slack
-from anyfp8.tools.gemm_peers import Peer
 from anyfp8.tools.gemm_shapes import Shape
 from anyfp8.tools.timing import Call
 
