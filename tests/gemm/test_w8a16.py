@@ -8,11 +8,11 @@ from itertools import islice
 
 import pytest
 
-from anyfp8.device import ARCHES, CATALOGUE, generic_device
+from anyfp8.device import ARCHES, CATALOGUE, CPU, find_device, generic_device
 from anyfp8.errors import InputError
 from anyfp8.gemm.compile import compile_for
 from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
-from anyfp8.gemm.w8a16_run import SCRATCH_BYTES, chunk_rows
+from anyfp8.gemm.w8a16_chunks import SCRATCH_BYTES, chunk_rows, lanes_for
 from anyfp8.problem import Problem, Scheme
 
 pytest.importorskip("triton")
@@ -125,13 +125,36 @@ for dtype, name, factor in ((tl.bfloat16, torch.bfloat16, 1), (tl.float16, torch
 """
 
 
+CHUNKS = """
+import sys
+import torch
+from anyfp8 import testing_gemm
+from anyfp8.device import CPU
+from anyfp8.gemm import w8a16_chunks
+from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
+from anyfp8.problem import Scheme
+
+# 64 rows of 96 columns, or 32 for each of two
+w8a16_chunks.SCRATCH_BYTES = 2 * 64 * 96
+scheme, dtype = Scheme.parse(sys.argv[1]), getattr(torch, sys.argv[2])
+layer = testing_gemm.random_layer(scheme, 5, 330, 96, dtype)
+problem = testing_gemm.problem_of(layer, dtype, True)
+wanted = testing_gemm.oracle(layer, False, True, dtype)
+for lanes, want in ((1, 64), (2, 32)):
+    w8a16_chunks.lanes_for = lambda *_, lanes=lanes: lanes
+    assert w8a16_chunks.chunk_rows(330, 96, lanes) == want
+    found = testing_gemm.check(BACKEND, layer, wanted, problem, CPU, W8A16Config("chunked"))
+    assert not found, (lanes, found)
+"""
+
+
 def interpreted(program, *arguments):
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        timeout=900,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -152,6 +175,12 @@ def test_products_of_odd_shapes_match_the_oracle_in_the_interpreter(scheme, dtyp
 def test_products_of_padded_shapes_match_the_oracle_in_the_interpreter(scheme, dtype):
     small = [f"{n}x{k}" for n in (1, 33, 80, 320) for k in (33, 96, 320)]
     interpreted(PRODUCTS, dtype, scheme, *small, "1856x33", "33x2688", "1856x320", "8608x96")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["w8a16-channel", "w8a16-block48x32"])
+def test_many_small_chunks_make_one_product_in_the_interpreter(scheme, dtype):
+    interpreted(CHUNKS, scheme, dtype)
 
 
 def test_every_finite_code_is_decoded_exactly_in_the_interpreter():
@@ -260,12 +289,28 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(config, want):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "want"),
-    [(6144, 4096, 6144), (4096, 12288, 2048), (24576, 4096, 8192), (8192, 28672, 1024), (7, 3, 7)],
+    ("n", "k", "whole", "half"),
+    [
+        (6144, 4096, 6144, 3072),
+        (4096, 12288, 2048, 1024),
+        (24576, 4096, 8192, 4096),
+        (8192, 28672, 1024, 512),
+        (7, 3, 7, 256),
+    ],
 )
-def test_the_scratch_of_many_tokens_is_bounded_and_its_chunks_are_one_size(n, k, want):
-    assert chunk_rows(n, k) == want
-    assert 2 * want * k <= SCRATCH_BYTES == 64 << 20
+def test_the_scratch_of_many_tokens_is_bounded_and_its_chunks_are_one_size(n, k, whole, half):
+    for lanes, rows in ((1, whole), (2, half)):
+        assert chunk_rows(n, k, lanes) == rows
+        assert 2 * lanes * rows * k <= SCRATCH_BYTES == 64 << 20
+
+
+def test_a_second_stream_is_for_long_products_of_nvidias_gpus():
+    a100, h200 = find_device("NVIDIA A100-SXM4-80GB"), find_device("NVIDIA H200")
+    for n, k in ((4096, 4096), (24576, 4096)):
+        assert [lanes_for(m, n, k, h200) for m in (64, 8192)] == [1, 2]
+        assert lanes_for(8192, n, k, a100) == 2
+        assert lanes_for(8192, n, k, generic_device(ARCHES["gfx942"])) == 1
+        assert lanes_for(8192, n, k, CPU) == 1
 
 
 def test_a_configuration_of_no_kernel_is_an_error():

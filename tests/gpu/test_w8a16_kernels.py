@@ -11,7 +11,7 @@ from anyfp8 import reference, testing, testing_gemm
 from anyfp8.device import ARCHES, current_device, generic_device
 from anyfp8.gemm.launch import use_target
 from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
-from anyfp8.gemm.w8a16_run import SCRATCH_BYTES
+from anyfp8.gemm.w8a16_chunks import SCRATCH_BYTES
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import Problem, QTensor, Scheme
 from anyfp8.select import Request

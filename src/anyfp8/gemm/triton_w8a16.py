@@ -22,10 +22,10 @@ from anyfp8.gemm.compile import Source
 from anyfp8.gemm.launch import facts_of, on_device_of
 from anyfp8.gemm.tiles import aligned, same_device, triton_missing
 from anyfp8.gemm.triton_row import POINTER_TYPES
+from anyfp8.gemm.w8a16_chunks import chunked
 from anyfp8.gemm.w8a16_run import (
     by_groups,
     by_warps,
-    chunked,
     decode_of,
     fewest_tokens,
     fused,

@@ -1,0 +1,156 @@
+"""y = x · dequantize(w)ᵀ + bias for many tokens: rows of w through a scratch of 64 MiB, then mm.
+
+Nothing written in Triton multiplies 16-bit operands as fast as the library, and a whole dequantized
+weight is too large to keep. Chunks are of one size. Where there are several, two streams take them
+by turns, each with its part of the scratch: what one has to do fills the multiprocessors that the
+last wave of the other's product leaves idle. The surprise: each stream of a caller has a second one
+of its own, so that the capture of one never meets eager work of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anyfp8.gemm.base import CanonicalWeight
+from anyfp8.gemm.launch import Launch, facts_of, redirected, start
+from anyfp8.gemm.w8a16_run import decode_of, scale_facts, scale_step, sum_parts
+from anyfp8.problem import Scheme
+
+if TYPE_CHECKING:
+    from anyfp8.device import Device
+
+SCRATCH_BYTES = 64 << 20
+# elements that a program dequantizes: two loads of 16 bytes a thread
+_DEQUANTIZED = 4096
+# operations of a product that is worth a second stream's events
+_LONG = 1 << 37
+
+
+def lanes_for(m: int, n: int, k: int, device: Device) -> int:
+    """Streams that share the chunks: two where each has a product of some length to do."""
+    if device.vendor != "nvidia" or 2 * m * n * k < _LONG:
+        return 1
+    return 2
+
+
+def chunk_rows(n: int, k: int, lanes: int = 1) -> int:
+    """Rows of w that are dequantized at once: chunks of one size, in tiles of the library's."""
+    most = max(SCRATCH_BYTES // (2 * k * lanes), 16)
+    if n <= most and lanes == 1:
+        return n
+    tile = 256 if most >= 256 else 16
+    chunks = max(-(-n // (most // tile * tile)), lanes)
+    return -(-n // (chunks * tile)) * tile
+
+
+def chunked(
+    x: torch.Tensor, prepared: CanonicalWeight, bias: torch.Tensor | None, y: torch.Tensor
+) -> None:
+    """y [M, N] = x [M, K] · wᵀ + bias, a chunk of w's rows after the other.
+
+    fp16 cannot hold every code times its scale: there a row's scale is left out of the scratch and
+    applied in fp32 afterwards.
+    """
+    codes, scale, scheme = prepared.codes, prepared.scale, prepared.scheme
+    n, k = codes.shape
+    relative = x.dtype == torch.float16 or y.dtype != x.dtype
+    by_row = _row_scale(scale, scheme, n) if relative else scale
+    lanes = lanes_for(x.shape[0], n, k, facts_of(x))
+    step = chunk_rows(n, k, lanes)
+    scratch = x.new_empty((lanes, step, k))
+    with _streams(x, lanes) as streams:
+        for number, first in enumerate(range(0, n, step)):
+            last = min(first + step, n)
+            w = scratch[number % lanes, : last - first]
+            with torch.cuda.stream(streams[number % lanes]):
+                _dequantize(codes, scale, scheme, by_row if relative else None, first, w)
+                part_bias = None if bias is None else bias[first:last]
+                target = y[:, first:last]
+                if relative:
+                    product = _product_fp32(x, w)[None]
+                    sum_parts(product, by_row[first:last], 1, part_bias, target)
+                elif part_bias is None:
+                    torch.mm(x, w.t(), out=target)
+                elif part_bias.dtype == x.dtype:
+                    torch.addmm(part_bias, x, w.t(), out=target)
+                else:
+                    ones = torch.ones_like(scale.reshape(-1)[:1])
+                    sum_parts(_product_fp32(x, w)[None], ones, 0, part_bias, target)
+
+
+@contextmanager
+def _streams(x: torch.Tensor, lanes: int) -> Iterator[list[Any]]:
+    """The streams that take chunks by turns; None stands for the current one.
+
+    Whatever came before on the current stream is done when they begin, and they are done when what
+    comes after does: the caller, its graph's capture and its allocator see one stream.
+    """
+    if lanes == 1 or not x.is_cuda or redirected():
+        yield [None] * lanes
+        return
+    main = torch.cuda.current_stream(x.device)
+    beside = _beside(x.get_device(), main.cuda_stream)
+    beside.wait_stream(main)
+    try:
+        yield [None, beside]
+    finally:
+        main.wait_stream(beside)
+
+
+@cache
+def _beside(device: int, stream: int) -> torch.cuda.Stream:
+    """The second stream of a stream."""
+    while True:
+        # torch deals them out of a pool, in turn
+        found = torch.cuda.Stream(device)
+        if found.cuda_stream != stream:
+            return found
+
+
+def _dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    scheme: Scheme,
+    by_row: torch.Tensor | None,
+    first: int,
+    w: torch.Tensor,
+) -> None:
+    """Rows `first` … of the weight into w [rows, K]; relative to `by_row` [N] where it is given."""
+    from anyfp8.kernels.w8a16_dequantize import dequantize
+
+    count, k = w.shape
+    rows, group, stride_n, stride_k = scale_facts(scheme, k)
+    block_k = min(scale_step(scheme, k), 512)
+    block_n = _DEQUANTIZED // block_k
+    device = facts_of(w)
+    constants = {
+        "SW_ROWS": rows,
+        "SW_GROUP": group,
+        "RELATIVE": by_row is not None,
+        "DECODE": decode_of(device),
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+    }
+    r = scale if by_row is None else by_row
+    values = (codes, w, scale, r, first, count, k, stride_n, stride_k)
+    grid = (-(-k // block_k) * -(-count // block_n),)
+    start(Launch(dequantize, grid, values, constants))
+
+
+def _row_scale(scale: torch.Tensor, scheme: Scheme, n: int) -> torch.Tensor:
+    """[N] fp32: the largest scale of each row."""
+    if scheme.block is None:
+        return scale.reshape(-1).expand(n).contiguous()
+    return scale.amax(1).repeat_interleave(scheme.block[0])[:n]
+
+
+def _product_fp32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x · wᵀ of 16-bit operands in fp32: [M, N]."""
+    if not x.is_cuda:
+        return x.float() @ w.float().t()
+    return torch.mm(x, w.t(), out_dtype=torch.float32)
