@@ -62,6 +62,12 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("ANYFP8_TABLE_DEVICE", "str", "", "use this GPU's tuned tables on the GPU at hand"),
     Variable("ANYFP8_TABLE_DIR", "path", "", "folder of the user's tuned tables, read first"),
+    Variable(
+        "ANYFP8_RECORD_MISSED",
+        "path",
+        "",
+        "file to which shapes without a tuned row are added; `anyfp8 tune --missed FILE` reads it",
+    ),
     Variable("ANYFP8_CACHE_DIR", "path", "", "folder for probe results and compiled kernels"),
     Variable("ANYFP8_LOG", "str", "", "log level of the command line: debug, info, warning, error"),
 )

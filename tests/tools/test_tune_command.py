@@ -9,9 +9,11 @@ import pytest
 import torch
 import typer
 
+from anyfp8 import select
 from anyfp8.device import find_device
 from anyfp8.errors import DeviceError, InputError
-from anyfp8.select import M_GRID
+from anyfp8.problem import Scheme
+from anyfp8.select import M_GRID, Request
 from anyfp8.select.table import file_name, read_table
 from anyfp8.tools import tune_command, tune_session
 from anyfp8.tools.tune_compile import Ready
@@ -19,7 +21,8 @@ from anyfp8.tools.tune_devices import to_json
 
 PLAIN = {
     "device": "h200", "effort": "full", "m": None, "tp": 1, "scheme": None, "op": None,
-    "dry_run": False, "explain": False, "output": None, "peers": None, "as_json": False,
+    "missed": None, "dry_run": False, "explain": False, "output": None, "peers": None,
+    "as_json": False,
 }  # fmt: skip
 HEADER = {
     "date": "2026-01-01", "anyfp8": "0", "torch": "t", "triton": "3", "driver": "d", "gpu": "g",
@@ -185,6 +188,74 @@ def test_shapes_are_tuned_one_after_another_on_the_whole_grid(capsys):
     tune(["512,1024", "1024,1024"], effort="quick", dry_run=True, as_json=True)
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert [(c["n"], c["m"]) for c in cells] == [(n, m) for n in (512, 1024) for m in M_GRID]
+
+
+def test_what_the_runtime_missed_is_tuned_and_then_found(gpu, tmp_path, monkeypatch, capsys):
+    missed = tmp_path / "missed.jsonl"
+    monkeypatch.setenv("ANYFP8_RECORD_MISSED", str(missed))
+    monkeypatch.setenv("ANYFP8_ENABLE_FP8_GEMM_CONFIG_TUNE", "1")
+    h200, row = find_device("h200"), Scheme("channel", "token", True)
+
+    def layer(n, k, **options):
+        return select.plan(row, n, k, h200, probe=lambda *_: None, **options)
+
+    made = [layer(512, 1024), layer(512, 1024), layer(1000, 512, x_dtype="fp16")]
+    assert {c.source for plan in made for _, c in plan.choices} <= {"ranker", "default"}
+    # not by a look at another machine's GPU, nor where the caller decides
+    select.plan(row, 640, 1024, h200)
+    layer(768, 1024, request=Request(tune=False))
+    layer(896, 1024, request=Request(backend="triton_row"))
+    lines = [json.loads(line) for line in missed.read_text().splitlines()]
+    assert [(one["n"], one["k"], one["dtype"]) for one in lines] == [
+        (512, 1024, "bf16"), (1000, 512, "fp16"),
+    ]  # fmt: skip
+    tune([], missed=missed, device=None, **gpu)
+    assert "84 of 84 have rows" in capsys.readouterr().out
+    missed.unlink()
+    again = layer(512, 1024)
+    assert {c.source for _, c in again.choices} == {"user table"}
+    layer(1000, 512, x_dtype="fp16")
+    assert not missed.exists()
+
+
+def test_recorded_shapes_follow_the_models_and_other_gpus_ones_are_left_out(tmp_path, capsys):
+    missed = tmp_path / "missed.jsonl"
+    row = {"device": "NVIDIA H200", "scheme": "w8a8-channel-token", "k": 1024, "dtype": "bf16"}
+    lines = [row | {"n": 640}, row | {"n": 512}, row | {"n": 640}, row | {"n": 8, "device": "X"}]
+    missed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tune(["512,1024"], missed=missed, m="16", dry_run=True, as_json=True)
+    out = capsys.readouterr()
+    assert [layer["n"] for layer in json.loads(out.out)["layers"]] == [512, 640]
+    assert "shapes of X in missed.jsonl are left out" in out.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{}", "line 1"),
+        ("[1]", "line 1"),
+        ('{"n"', "line 1"),
+        ("", "no shape"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named(tmp_path, text, said):
+    missed = tmp_path / "missed.jsonl"
+    if text is not None:
+        missed.write_text(text)
+    with pytest.raises(InputError) as error:
+        tune([], missed=missed, dry_run=True)
+    assert said in error.value.got
+    with pytest.raises(InputError, match="nothing to tune"):
+        tune([], dry_run=True)
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ANYFP8_RECORD_MISSED", str(tmp_path / "absent" / "missed.jsonl"))
+    row = Scheme("channel", "token", True)
+    made = select.plan(row, 512, 1152, find_device("h200"), probe=lambda *_: None)
+    assert made.choices
+    assert "are not recorded" in caplog.text
 
 
 def test_models_come_in_their_order_with_each_scheme_in_turn(capsys):

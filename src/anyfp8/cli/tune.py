@@ -12,11 +12,11 @@ from anyfp8.cli.options import Json
 
 def tune(
     models: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Checkpoint folder, GGUF file, config.json, a name such as qwen3-8b, or N,K."
         ),
-    ],
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="cuda:0,1 of this machine; with --dry-run any GPU  [default: all here]"),
@@ -35,6 +35,9 @@ def tune(
     ] = None,
     op: Annotated[
         str | None, typer.Option(help="gemm, or linear: quantization included  [default: both]")
+    ] = None,
+    missed: Annotated[
+        Path | None, typer.Option(help="Shapes that ANYFP8_RECORD_MISSED recorded.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="What would be timed, how long. Needs no GPU.")
@@ -60,13 +63,14 @@ def tune(
     from anyfp8.tools import tune_command as tool
 
     tool.command(
-        models,
+        models or [],
         device=device,
         effort=effort,
         m=m,
         tp=tp,
         scheme=scheme,
         op=op,
+        missed=missed,
         dry_run=dry_run,
         explain=explain,
         output=output,

@@ -20,6 +20,7 @@ from anyfp8.gemm.base import Backend, Config
 from anyfp8.gemm.dequant import DequantConfig
 from anyfp8.problem import Problem, Scheme
 from anyfp8.select.choice import Choice, Plan, Request
+from anyfp8.select.missed import record
 from anyfp8.select.predict import rank
 from anyfp8.select.table import Found, Tables, load_tables
 
@@ -170,7 +171,7 @@ def plan(
     """Decide a layer's backends for every M, and the one layout in which its weight is stored.
 
     The environment and, unless `tables` is given, the device's tables are read here. See `select`
-    for the order of precedence.
+    for the order of precedence. On the GPU at hand ANYFP8_RECORD_MISSED is served.
 
     Args:
         n, k: rows and columns of the weight.
@@ -197,6 +198,8 @@ def plan(
     layout = owner.layout_of(first.config)
     decide = partial(_decide, base, device, request, tables, layout, probe)
     choices = tuple((m, decide(m)) for m in sorted(ms))
+    if probe is not None and request.tune:
+        record(str(settings["ANYFP8_RECORD_MISSED"]), device, base, (c for _, c in choices))
     resolved = replace(base, accumulate=first.accumulate, numerics=first.numerics)
     return Plan(resolved, choices, layout, owner.name, decide)
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from anyfp8 import gemm
-from anyfp8.device import Device
+from anyfp8.device import Device, find_device
 from anyfp8.errors import InputError
 from anyfp8.gemm.base import Backend, Config
 from anyfp8.problem import DTYPE_NAMES, Problem, Scheme
 from anyfp8.select import M_GRID, Request
+from anyfp8.select.missed import read_missed
 from anyfp8.select.predict import guesses
 from anyfp8.select.selection import resolve_accumulate, resolve_numerics
 from anyfp8.tools.gemm_shapes import MODELS
 from anyfp8.tools.shapes import DEFAULT_SCHEME, Layer, Model, fused, read_model, sharded
+from anyfp8.tools.tune_devices import named_ordinals
 
 OPS = ("gemm", "linear")
 
@@ -115,6 +118,33 @@ def read_shapes(
             count = shape.count + (found[key].count if key in found else 0)
             found[key] = replace(found.get(key, shape), count=count)
     return list(found.values()), list(dict.fromkeys(notes))
+
+
+def with_missed(
+    shapes: Iterable[Shape], path: Path, device: str | None
+) -> tuple[list[Shape], list[str]]:
+    """`shapes`, then those that ANYFP8_RECORD_MISSED recorded and that are not among them.
+
+    Args:
+        device: a GPU's name: shapes recorded on others are left out; None or "cuda…" takes all.
+
+    Returns:
+        (shapes, notes on what was left out).
+
+    Raises:
+        InputError: as `read_missed`. DeviceError: no such GPU is known.
+    """
+    found = {shape.key: shape for shape in shapes}
+    wanted = None if device is None or named_ordinals(device) else find_device(device).name
+    others = set()
+    for one in read_missed(path):
+        if wanted not in (None, one.device):
+            others.add(one.device)
+            continue
+        shape = Shape("missed", Scheme.parse(one.scheme), one.n, one.k, one.dtype, 1)
+        found.setdefault(shape.key, shape)
+    notes = [f"shapes of {name} in {path.name} are left out" for name in sorted(others)]
+    return list(found.values()), notes
 
 
 def _counted(model: Model) -> list[Shape]:

@@ -16,7 +16,7 @@ from anyfp8.select.table import file_name
 from anyfp8.tools import console
 from anyfp8.tools.quantize import parse_scheme
 from anyfp8.tools.tune import Tuned
-from anyfp8.tools.tune_cells import OPS, Cell, cells_of, gaps, grid, read_shapes
+from anyfp8.tools.tune_cells import OPS, Cell, cells_of, gaps, grid, read_shapes, with_missed
 from anyfp8.tools.tune_plan import plan_json, plan_text, ranker_choices
 from anyfp8.tools.tune_search import FULL, QUICK, Effort
 from anyfp8.tools.tune_session import Session, Wanted, is_looked_up, run, table_path, target_of
@@ -39,6 +39,7 @@ def command(
     tp: int,
     scheme: str | None,
     op: str | None,
+    missed: Path | None,
     dry_run: bool,
     explain: bool,
     output: Path | None,
@@ -67,6 +68,15 @@ def command(
         )
     schemes = [] if scheme is None else map(parse_scheme, scheme.split(","))
     shapes, notes = read_shapes(models, *schemes, tp=tp)
+    if missed is not None:
+        shapes, left_out = with_missed(shapes, missed, device)
+        notes += left_out
+    if not shapes:
+        raise InputError(
+            "nothing to tune",
+            got="no MODEL" + (f" and no shape in {missed}" if missed else ""),
+            want="a model, shapes such as 6144,4096, or --missed FILE",
+        )
     ms = grid(m)
     if apart := gaps(ms):
         notes = [*notes, _GAPS + ", ".join(f"{low} and {high}" for low, high in apart)]
