@@ -87,6 +87,21 @@ def test_the_default_of_each_m_is_right_on_real_and_odd_shapes(scheme):
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.parametrize("shape", [(1, 33), (320, 320), (80, 2688), (8608, 96)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme("channel"), BLOCK], ids=name_of)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_the_defaults_of_older_gpus_are_right_on_shapes_that_no_tile_divides(arch, scheme, shape):
+    layer = testing_gemm.random_layer(scheme, 130, *shape, device="cuda")
+    problem = testing_gemm.problem_of(layer, torch.bfloat16, True, "fp32_128")
+    wanted = testing_gemm.oracle(layer, False, True, torch.bfloat16)
+    complaints = []
+    with as_code_of(arch):
+        for m in (1, 5, 17, 64, 130):
+            found = testing_gemm.check(BACKEND, layer, wanted, problem, device_of(arch), rows=m)
+            complaints += [found] if found else []
+    assert not complaints, "\n".join(complaints)
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("arch", "config"),
