@@ -108,6 +108,19 @@ def test_replacing_nan_costs_rows_without_it_a_branch():
     assert len(code) <= len(instructions(ptx("sm_90", "token")))
 
 
+@pytest.mark.parametrize(("group", "direct"), [(128, True), (16, False)])
+def test_a_scale_has_one_writer(group, direct):
+    # lanes without a value of their own repeat another's, which tl.store masks
+    with testing.recorded_launches("sm_90") as launches:
+        quantize.per_group(torch.empty(1, group, dtype=torch.bfloat16), group)
+    code = testing.compile_launch(launches[0], "sm_90").asm["ptx"]
+    stores = re.findall(r"setp\.ne\.b32 inside, (\S+), 0;", code)
+    assert bool(stores) == direct
+    # of a thread's four values the first can be the row's first
+    never = set(re.findall(r"mov\S*\s+(\S+), 0;", code))
+    assert [register in never for register in stores] == [False, True, True, True] * direct
+
+
 def test_replacing_nan_costs_groups_two_operations_for_two_values():
     plain, replaced = (ptx("sm_90", f"group {kind}") for kind in ("row", "nan_to_zero"))
     assert instructions(replaced) == instructions(plain)

@@ -284,17 +284,21 @@ def pairs_nan_to_zero(x):
 
 
 @triton.jit
-def store_where_held(at, value, inside, PTX: tl.constexpr):
-    """Store fp32 values that several lanes hold, as reductions leave them.
+def store_where_held(at, value, inside, lanes, PTX: tl.constexpr):
+    """Store [R] fp32 values as reductions leave them: the lane of column 0 has each and stores it.
 
-    With PTX each of them stores, to the same place, in one instruction of a warp: `tl.store` would
-    first deal values out to other threads, for which warps wait.
+    `tl.store` would first deal values out to other threads, for which warps wait. `lanes` are the
+    columns of the tile, which has as many values as the program threads, or two would store.
     """
     if PTX:
         tl.inline_asm_elementwise(
             _STORE_PTX,
             "=r,l,f,r",
-            [at.to(tl.int64), value, inside.to(tl.int32)],
+            [
+                at.to(tl.int64)[:, None],
+                value[:, None],
+                (inside[:, None] & (lanes == 0)[None, :]).to(tl.int32),
+            ],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

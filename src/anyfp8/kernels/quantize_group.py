@@ -4,7 +4,7 @@ A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile. A group of 
 wide, so its maximum needs no shared memory. Scales go where their strides say; packed ones are
 single bytes of int32 words (four groups a word, unused bytes 0). Where rows are the scales' fast
 axis they are the tile's too, so that a warp's scale stores touch neighbours. Few rows are bound by
-the instructions that each launch fetches (65 for a whole tile of one row, H200), so that masks, a
+the instructions that each launch fetches (67 for a whole tile of one row, H200), so that masks, a
 second stride and the exchange of scales between warps are left out where they can be.
 """
 
@@ -48,6 +48,7 @@ def quantize_group_kernel(
     PTX: tl.constexpr,
     PACKED_MAX: tl.constexpr,
     WHOLE: tl.constexpr,
+    SPARE: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,7 +66,7 @@ def quantize_group_kernel(
     """x_outer is None where rows have one level, q_inner if it is x_inner, s_group if it is 1.
 
     Grid: blocks of groups, of rows (ROWS_FIRST: the other way round), outer. THREADS share a group.
-    WHOLE: every block has GROUPS groups of G columns.
+    WHOLE: every block has GROUPS groups of G columns. SPARE: a tile has fewer values than threads.
     """
     # axes, not a division: it would delay the load by a tenth of a microsecond
     group_block = tl.program_id(1 if ROWS_FIRST else 0)
@@ -126,6 +127,6 @@ def quantize_group_kernel(
         tl.store(s_at, code, mask=valid & (groups < stored))
     else:
         s_at += groups if s_group is None else offset(groups, s_group)
-        store_where_held(s_at, scale, inside, PTX)
+        store_where_held(s_at, scale, inside, lanes, PTX and not SPARE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

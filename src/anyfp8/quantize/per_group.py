@@ -247,6 +247,7 @@ def launch_groups(
             **target.numerics(result.fmt),
             **target.maxima(x, block),
             WHOLE=whole,
+            SPARE=c.rows * c.groups * block < 32 * c.num_warps,
             G=group,
             BLOCK_G=block,
             ROWS=c.rows,
