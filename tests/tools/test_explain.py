@@ -301,7 +301,7 @@ def test_neighbours_with_one_kernel_name_all_their_rows():
 
 
 def test_times_that_were_not_measured_can_be_left_out():
-    found = explain(read_model("6144,4096"), find_device("h200"), (1, 16), estimates=False)
+    found = explain(read_model("6208,4096"), find_device("h200"), (1, 16), estimates=False)
     assert [run.us for run in found.kinds[0].runs] == [
         (None,) * len(run.ms) for run in found.kinds[0].runs
     ]
@@ -382,7 +382,7 @@ def test_ms_that_are_none_are_refused(text):
 def test_compiling_shows_registers_spills_and_shared_memory(gpu):
     pytest.importorskip("triton")
     device = find_device(gpu)
-    found = explain(read_model("6144,4096"), device, (16,), compiles=True)
+    found = explain(read_model("6208,4096"), device, (16,), compiles=True)
     resources = found.kinds[0].runs[0].resources
     assert resources is not None
     assert not resources.error

@@ -81,7 +81,8 @@ def select(
 
     Rows of op "linear" (time with quantization) come before rows of op "gemm" of the same scheme,
     which serve a linear too: what they compare pays for the same quantizer. Where weight-only
-    backends compete (`numerics="at_least"`), which do not, gemm rows decide nothing.
+    backends compete (`numerics="at_least"`), which do not, gemm rows decide nothing, and linear
+    rows only if they have times of both kinds.
 
     Args:
         tables: what `load_tables` returns, or None for no tables.

@@ -69,11 +69,13 @@ class Tables:
 
     def find(self, problem: Problem, device: Device, willing: list[Backend]) -> Found | None:
         """The winner for a problem among the willing backends, or None where no row applies."""
+        kinds = {backend.kind for backend in willing}
         for source, table in self.tables:
             for key in _groups_of(problem):
-                if key[0] != problem.op and len({backend.kind for backend in willing}) > 1:
+                by_m = table.group(key)
+                if len(kinds) > 1 and (key[0] != problem.op or kinds - _kinds(by_m, willing)):
                     continue
-                serving = self._serving(table.group(key), problem, device, willing)
+                serving = self._serving(by_m, problem, device, willing)
                 if serving is None:
                     continue
                 m, (backend, config, what), why = serving
@@ -156,9 +158,15 @@ def _strained(found: Winner, m: int, problem: Problem, device: Device) -> bool:
     return waves * m > _STRAIN * measured * problem.m
 
 
+def _kinds(by_m: dict[int, list[Row]], willing: list[Backend]) -> set[str]:
+    """Kinds of the willing backends that the rows have times of."""
+    names = {row.backend for rows in by_m.values() for row in rows}
+    return {backend.kind for backend in willing if backend.name in names}
+
+
 def _groups_of(problem: Problem) -> Iterator[tuple[Any, ...]]:
     # time with quantization decides for a linear; without such rows the product's own time does,
-    # but never between backends that quantize and backends that do not
+    # but never between backends that quantize and backends that do not: those must have been raced
     for op in dict.fromkeys((problem.op, "gemm")):
         x_dtype = problem.x_dtype if op == "linear" else ""
         scheme = problem.scheme.name
