@@ -189,13 +189,26 @@ def _group_cases() -> Iterator[Case]:
         )
     for fmt in (fp8.E4M3FNUZ, fp8.E5M2):
         yield _group_case(f"group128-{fmt.name}", lambda: odd_rows(torch.bfloat16), 128, fmt=fmt)
-    yield Case(
-        "group128-nan-to-zero",
-        lambda: odd_rows(torch.bfloat16),
-        lambda x: quantize.per_group(x, nan_to_zero=True),
-        lambda x: reference.quantize_per_group(reference.nan_to_zero(x), 128),
-    )
-    for rows, groups, warps in ((1, 1, 1), (1, 2, 1), (1, 8, 1), (1, 8, 4), (4, 4, 4), (8, 4, 8)):
+    patterns = testing.every_16_bit_pattern
+    replaced: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+        "patterns-bf16": (lambda: patterns(torch.bfloat16).view(64, 1024), 128),
+        "patterns-fp16": (lambda: patterns(torch.float16).view(64, 1024), 128),
+        "ragged-bf16": (lambda: odd_rows(torch.bfloat16, 576), 128),
+        "ragged-fp16": (lambda: odd_rows(torch.float16, 100), 32),
+        "odd-fp32": (lambda: odd_rows(torch.float32), 64),
+    }
+    for name, (x, group) in replaced.items():
+        yield Case(
+            f"group{group}-nan-to-zero-{name}",
+            x,
+            lambda x, group=group: quantize.per_group(x, group, nan_to_zero=True),
+            lambda x, group=group: reference.quantize_per_group(reference.nan_to_zero(x), group),
+        )
+    # whole tiles, cut ones, and one of fewer values than threads
+    for rows, groups, warps in (
+        *((1, 1, 1), (1, 2, 1), (1, 8, 1), (1, 8, 4), (4, 4, 4), (8, 4, 8)),
+        *((1, 1, 8), (4, 1, 4), (2, 2, 4)),
+    ):
         for layout in ("row", "tma"):
             config = GroupConfig(rows, groups, warps)
             yield Case(
