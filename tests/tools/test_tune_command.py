@@ -49,7 +49,11 @@ GPU = textwrap.dedent(
             answer = {"us": us_of(asked)}
             if os.environ.get("LIE") and asked["config"]["num_warps"] == 4:
                 answer = {"kind": "wrong", "refused": "errs by 1.00e+00, allowed 3.91e-03"}
-        if asked["do"] == "race":
+            if os.environ.get("FAIL"):
+                answer = {"kind": "failed", "refused": "OutOfResources: shared memory"}
+        if asked["do"] == "race" and os.environ.get("FAIL"):
+            answer = {"us": {}, "ratios": {}, "refused": {}, "peers": []}
+        elif asked["do"] == "race":
             us = {name: us_of(entry) for name, entry in asked["entries"].items()}
             base = us[asked["default"]]
             ratios = {n: [base / u, base / u - 0.01, base / u + 0.01] for n, u in us.items()}
@@ -129,6 +133,21 @@ def test_a_wrong_candidate_is_reported_as_a_bug_and_not_written(
     assert {r["kind"] for r in found["refused"]} == {"wrong"}
     rows = read_table(tmp_path / file_name("NVIDIA H200")).rows
     assert all(dict(r.config)["num_warps"] != 4 for r in rows if r.backend == "triton_row")
+
+
+def test_where_every_candidate_fails_the_exit_status_says_so_and_the_ranker_serves(
+    gpu, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("FAIL", "1")
+    with pytest.raises(typer.Exit) as stop:
+        tune(["512,1024"], device=None, m="16", **gpu)
+    assert stop.value.exit_code == 1
+    out = capsys.readouterr()
+    assert "0 of 2 have rows" in out.out
+    assert "failed; --json lists them" in out.out
+    assert "no row for linear 512x1024 M=16: the ranker decides there" in out.err
+    found = select.plan(Scheme("channel", "token", True), 512, 1024, find_device("h200"), ms=(16,))
+    assert found.choice(16).source == "ranker"
 
 
 def test_another_gpu_than_the_one_here_is_refused(gpu):
