@@ -63,6 +63,19 @@ def test_two_launches_share_new_scratch_and_take_new_tensors():
     assert [b[0], d[0]] == FREED == [a[1], c[1]]
 
 
+@pytest.mark.parametrize("leading", [None, (), (4,), (2, 3), (2, 1, 5)])
+def test_without_an_output_a_new_one_is_made(monkeypatch, leading):
+    rows = torch.Size(leading or ()).numel()
+    x, y = torch.zeros(rows, 8), torch.zeros((rows, 16) if leading is None else (*leading, 16))
+    y = y.bfloat16()
+    monkeypatch.setattr("anyfp8.replay._empty", torch._C._dynamo.guards._empty_strided_cpu)
+    runner = Runner()
+    replay = replay_of([(runner, (x, y))], [x], y)
+    found = replay([7], None, leading)
+    assert (found.shape, found.stride(), found.dtype) == (y.shape, y.stride(), y.dtype)
+    assert runner.calls == [((7, found.data_ptr()), 77)]
+
+
 def test_launches_are_made_with_their_own_gpu_current(monkeypatch):
     x, y = tensors((4, 8), (4, 8))
     current, seen = [3], []

@@ -51,13 +51,18 @@ class Scratch:
 
 Step = tuple[Runner, tuple[Any, ...]]
 
+# empty(size, strides, dtype) on the current GPU past torch's dispatcher, which takes as long again;
+# what Inductor's generated code calls
+_guards: Any = torch._C._dynamo.guards
+_empty: Callable[..., torch.Tensor] = _guards._empty_strided_cuda
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """What to do for a call.
 
     Attributes:
-        device: index of the GPU. like: an empty tensor there, of y's dtype. columns: of y.
+        device: index of the GPU. size: (rows, columns) of y. strides, dtype: of y.
         scratch: bytes.
         steps: runners with their arguments: `Given`, `Scratch` and constants.
         written: all steps past Triton's hooks: written(stream, scratch, y, *inputs); or None.
@@ -65,27 +70,43 @@ class Replay:
     """
 
     device: int
-    like: torch.Tensor
-    columns: int
+    size: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
     scratch: int
     steps: tuple[Step, ...]
     written: Callable[..., None] | None
     knobs: Any
 
-    def __call__(self, pointers: Sequence[int], y: torch.Tensor) -> None:
-        """Launch with the inputs at `pointers`, into y, on the GPU of them all."""
+    def __call__(
+        self,
+        pointers: Sequence[int],
+        out: torch.Tensor | None = None,
+        leading: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Launch with the inputs at `pointers`, on the GPU of them all.
+
+        Args:
+            out: y; by default a new tensor. leading: what that has for [rows].
+        """
         device = self.device
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                self(pointers, y)
-            return
+                return self(pointers, out, leading)
+        if out is not None:
+            y = out
+        elif leading is None:
+            y = _empty(self.size, self.strides, self.dtype)
+        else:
+            size = (*leading, self.size[1])
+            y = _empty(size, _strides(size), self.dtype)
         written = self.written
         if written is None or self.knobs.launch_enter_hook.calls:
             written = self._one_by_one
         stream = torch._C._cuda_getCurrentRawStream(device)
         if not self.scratch:
             written(stream, 0, y.data_ptr(), *pointers)
-            return
+            return y
         # no tensor: making one takes longer than the memory. Given back before the kernels have
         # run, it goes to work that comes after them on this stream
         scratch = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.scratch, stream)
@@ -93,6 +114,7 @@ class Replay:
             written(stream, scratch, y.data_ptr(), *pointers)
         finally:
             torch._C._cuda_cudaCachingAllocator_raw_delete(scratch)
+        return y
 
     def _one_by_one(self, stream: int, scratch: int, y: int, *inputs: int) -> None:
         given = (*inputs, y)
@@ -106,6 +128,15 @@ class Replay:
                 for a in arguments
             )
             runner(*values, stream=stream)
+
+
+def _strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    step, strides = 1, ()
+    for length in size[::-1]:
+        strides = (step, *strides)
+        step *= length
+    return strides
 
 
 def _written(steps: Sequence[Step], inputs: int) -> tuple[Callable[..., None] | None, Any]:
@@ -212,4 +243,6 @@ def replay_of(
     if len(used) < len(given):
         return None
     written, knobs = _written(steps, len(inputs))
-    return Replay(y.get_device(), y.new_empty(0), y.shape[-1], size, tuple(steps), written, knobs)
+    columns = y.shape[-1]
+    shape = (y.numel() // columns, columns)
+    return Replay(y.get_device(), shape, (columns, 1), y.dtype, size, tuple(steps), written, knobs)

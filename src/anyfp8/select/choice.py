@@ -130,7 +130,6 @@ class Product:
     shape: torch.Size
     form: tuple[tuple[int, ...], torch.dtype] | None
     biased: bool
-    dtype: torch.dtype
 
     def again(
         self,
@@ -141,40 +140,45 @@ class Product:
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """y by the same launches; None where these need the full path."""
+        replay = self.replay
+        device = replay.device
         if (
             self.weight() is not prepared
             or data.shape != self.shape
+            or data.get_device() != device
             or not data.is_contiguous()
             or (bias is not None) != self.biased
             or recorded()
             or redirected()
         ):
             return None
-        device = self.replay.device
-        given = [data]
+        low = data.data_ptr()
+        pointers = [low, *self.where]
         if scale is not None:
-            if (scale.stride(), scale.dtype) != self.form:
+            if scale.get_device() != device or (scale.stride(), scale.dtype) != self.form:
                 return None
-            given.append(scale)
+            pointer = scale.data_ptr()
+            low |= pointer
+            pointers.append(pointer)
         if bias is not None:
-            given.append(bias)
-        pointers = pointers_of(given, device)
-        if pointers is None:
+            if bias.get_device() != device:
+                return None
+            pointer = bias.data_ptr()
+            low |= pointer
+            pointers.append(pointer)
+        if out is not None:
+            if (
+                out.shape != replay.size
+                or out.dtype is not replay.dtype
+                or out.get_device() != device
+                or not out.is_contiguous()
+            ):
+                return None
+            low |= out.data_ptr()
+        # kernels expect operands that are aligned
+        if low & 15:
             return None
-        pointers[1:1] = self.where
-        if out is None:
-            y = self.replay.like.new_empty(data.shape[0], self.replay.columns)
-        elif (
-            out.shape == (data.shape[0], self.replay.columns)
-            and out.dtype is self.dtype
-            and out.is_contiguous()
-            and pointers_of([out], device)
-        ):
-            y = out
-        else:
-            return None
-        self.replay(pointers, y)
-        return y
+        return replay(pointers, out)
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Plan:
             where = pointers_of(prepared.stored, device) or []
             form = None if scale is None else (scale.stride(), scale.dtype)
             self._known[data.numel()] = Product(
-                replay, ref(prepared), where, data.shape, form, bias is not None, y.dtype
+                replay, ref(prepared), where, data.shape, form, bias is not None
             )
         return y
 
