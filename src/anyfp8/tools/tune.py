@@ -60,7 +60,7 @@ class Tuned:
     Attributes:
         winners: {op: the row that a look-up takes, or None where nothing has a time}.
         refused: what its GPU said no to: {backend: why}.
-        timed: configurations. seconds: since the cell was opened.
+        timed: configurations. seconds: that its GPU worked for it.
     """
 
     cell: Cell
@@ -205,7 +205,7 @@ class _Open:
 
     def __init__(self, contest: Contest, compiler: Compiler, book: Book) -> None:
         self.contest, self._compiler, self._book = contest, compiler, book
-        self._start = time.monotonic()
+        self._seconds = 0.0
         self.compiling: dict[tuple[str, Any], Future[str]] = {}
         self._submit()
 
@@ -226,7 +226,9 @@ class _Open:
             why = compiled.result()
             outcome: Outcome = Refusal("failed", why) if why else 0.0
             if not why:
+                start = time.monotonic()
                 outcome = _plausible(measurer.time(cell, backend, config, ask.share))
+                self._seconds += time.monotonic() - start
             self._book.timed(cell.key, backend, config, ask.share, outcome)
             self._tell(backend, ask, outcome)
             return True
@@ -234,7 +236,7 @@ class _Open:
 
     def finish(self, measurer: Measurer, about: str) -> Tuned:
         """Race, write the rows."""
-        contest, cell = self.contest, self.contest.cell
+        contest, cell, start = self.contest, self.contest.cell, time.monotonic()
         rows: list[Row] = []
         for op in cell.ops:
             entries, default = contest.entries(op)
@@ -257,7 +259,7 @@ class _Open:
             told = {op: None if row is None else row.to_dict() for op, row in winners.items()}
             summary = {"winners": told, "refused": contest.refused}
             self._book.finished(cell.key, rows, summary)
-        seconds = time.monotonic() - self._start
+        seconds = self._seconds + time.monotonic() - start
         return Tuned(cell, winners, contest.refused, contest.timed, seconds)
 
     def _tell(self, backend: str, ask: Ask, outcome: Outcome) -> None:

@@ -17,7 +17,7 @@ from anyfp8.tools import console
 from anyfp8.tools.quantize import parse_scheme
 from anyfp8.tools.tune import Tuned
 from anyfp8.tools.tune_cells import OPS, Cell, cells_of, gaps, grid, read_shapes, with_missed
-from anyfp8.tools.tune_plan import plan_json, plan_text, ranker_choices
+from anyfp8.tools.tune_plan import count, plan_json, plan_text, ranker_choices
 from anyfp8.tools.tune_search import FULL, QUICK, Effort
 from anyfp8.tools.tune_session import Session, Wanted, is_looked_up, run, table_path, target_of
 
@@ -144,6 +144,10 @@ def _report(session: Session, as_json: bool) -> None:
         ours = sum(row is not None and row.role == "ours" for _, _, row in winners)
         console.data(f"{session.path}: {len(winners) - len(empty)} of {len(winners)} have rows")
         console.data(f"a configuration of ours beats the default path in {ours}")
+        console.data(
+            f"{count(len(session.tuned), 'cell')} in {session.seconds:.0f} s on "
+            f"{count(session.gpus, 'GPU')}"
+        )
         kinds = Counter(r[3].kind for r in session.refusals)
         if kinds:
             counts = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
@@ -173,6 +177,8 @@ def _json(session: Session, use: list[str]) -> dict[str, Any]:
             for c, b, config, r in session.refusals
         ],
         "missed": [{"cell": x.cell.key, "op": x.op, "why": x.why} for x in session.missed],
+        "gpus": session.gpus,
+        "seconds": round(session.seconds, 1),
         "use": use,
     }
 

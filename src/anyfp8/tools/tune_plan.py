@@ -88,7 +88,7 @@ def plan_text(
     lines.append(f"M: {', '.join(map(str, ms))}")
     seconds = _seconds(cells, device, effort)
     lines.append(
-        f"{_count(len(cells), 'cell')} on {device.name}, at most {effort.most} configurations "
+        f"{count(len(cells), 'cell')} on {device.name}, at most {effort.most} configurations "
         f"timed in a search; about {_time(seconds)} on one GPU with {cores()} cores to "
         "compile"
     )
@@ -159,7 +159,7 @@ def _spaces(cell: Cell, device: Device) -> Iterator[tuple[str, dict[Config, floa
 def _races(cells: Sequence[Cell]) -> str:
     ops = sorted({op for cell in cells for op in cell.ops})
     races = sum(len(cell.ops) for cell in cells)
-    return f"{_count(races, 'paired race')} ({' and '.join(ops)})"
+    return f"{count(races, 'paired race')} ({' and '.join(ops)})"
 
 
 def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
@@ -170,5 +170,5 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -72,6 +73,7 @@ class Session:
     Attributes:
         path: of the table. refusals: (cell key, backend, configuration, Refusal) of candidates.
         missed: cells whose look-up does not give what was won.
+        gpus, seconds: how many worked, and how long it took.
     """
 
     device: Device
@@ -79,6 +81,8 @@ class Session:
     tuned: tuple[Tuned, ...]
     refusals: tuple[tuple[str, str, dict[str, Any], Refusal], ...]
     missed: tuple[Missed, ...]
+    gpus: int
+    seconds: float
 
 
 def run(
@@ -98,6 +102,7 @@ def run(
         DeviceError: no visible GPU, or not the one that was named.
         TableError: the table is another tuner's, or cannot be written.
     """
+    start = time.monotonic()
     environments = worker_environments(os.environ, runtime(), torch.cuda.device_count())
     if not environments:
         raise no_gpu(os.environ)
@@ -124,8 +129,11 @@ def run(
     finally:
         for worker in workers:
             worker.close()
+    seconds = time.monotonic() - start
     missed = read_back(tuned, path.parent, device) if is_looked_up(path, device) else []
-    return Session(device, path, tuple(tuned), tuple(book.refusals), tuple(missed))
+    return Session(
+        device, path, tuple(tuned), tuple(book.refusals), tuple(missed), len(alike), seconds
+    )
 
 
 def target_of(name: str | None) -> Device:
