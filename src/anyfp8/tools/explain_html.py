@@ -117,9 +117,10 @@ def _config(choice: Choice) -> str:
         return explain_text.config_of(choice)
     tile = "×".join(str(fields.pop(f"block_{side}")) for side in "mnk")
     how, warps, stages = fields.pop("how", ""), fields.pop("num_warps"), fields.pop("num_stages")
-    first = ["weight first"] if fields.pop("swap", False) else []
+    words = {"swap": "weight first", "persistent": "persistent"}
+    forms = [word for name, word in words.items() if fields.pop(name, False)]
     # 1 is "not split"
-    rest = [f"{name} {value}" for name, value in fields.items() if value != 1] + first
+    rest = [f"{name} {value}" for name, value in fields.items() if value != 1] + forms
     return ", ".join([f"{how} {tile}".strip(), f"{warps} warps", f"{stages} stages", *rest])
 
 
