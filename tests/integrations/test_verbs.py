@@ -130,7 +130,7 @@ def test_inspect_lists_kinds_rules_and_the_account(call, checkpoint, tiny):
     assert status == 0
     assert "modelopt FP8, written by anyfp8" in out
     assert "every one of 49 tensors is accounted for" in out
-    assert "ignore rule 'lm_head' matched 1 modules (lm_head)" in out
+    assert "ignore rule 'lm_head' matched 1 module (lm_head)" in out
     status, out, _ = call("inspect", checkpoint, "--json")
     found = json.loads(out)
     assert len(found["layers"]) == 14
@@ -215,7 +215,7 @@ def test_run_and_eval_fall_back_when_asked(call, checkpoint, tmp_path):
         assert name in err
         status, _, err = call(*verb, "--dynamic-fallback")
         assert status == 0
-        assert "1 layers w8a8-tensor-dynamic" in err
+        assert "1 layer w8a8-tensor-dynamic" in err
 
 
 def test_eval_computes_as_an_official_runtime_does(call, checkpoint, tmp_path):

@@ -40,7 +40,7 @@ def test_layers_give_the_runtimes_outputs_to_the_last_bit(folder):
         before = layer(x)
         line = emulate_runtime(torch.nn.Sequential(layer), FOLDERS[folder])
         assert torch.equal(layer(x), y)
-        assert line.startswith(f"1 layers as {FOLDERS[folder]} computes them")
+        assert line.startswith(f"1 layer as {FOLDERS[folder]} computes them")
         if found.scheme.activation != "none":
             assert not torch.equal(before, y)
 

@@ -126,6 +126,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     return "\n".join(lines)
 
 
+def counted(number: int, what: str) -> str:
+    """1 layer, 2 layers: `what` in the singular, at its end a noun that takes an s."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def size(count: float) -> str:
     """Bytes for people, in decimal units: 162.8 MB."""
     for unit in ("B", "kB", "MB", "GB"):

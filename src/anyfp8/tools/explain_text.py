@@ -45,7 +45,7 @@ def facts(found: Explanation) -> list[str]:
     count = sum(kind.count for kind in found.kinds)
     memory = found.device.memory_bytes
     of = f" of {memory / 1e9:.0f} GB" if memory else ""
-    layers = "1 FP8 layer" if count == 1 else f"{count} FP8 layers"
+    layers = console.counted(count, "FP8 layer")
     out = [f"{layers}, {weights}{of}"]
     for text in dict.fromkeys(_arithmetic(k, r) for k in found.kinds for r in k.runs):
         out.append(text)
@@ -72,7 +72,7 @@ def _kv_sentence(found: Explanation) -> str:
     names = [scale.name_in("sglang") for scale in found.model.kv]
     if not names:
         return "the checkpoint has no k_scale and v_scale: engines take 1"
-    return f"{len(names)} scales; SGLang and vLLM call the first {names[0]}"
+    return f"{console.counted(len(names), 'scale')}; SGLang and vLLM call the first {names[0]}"
 
 
 def _span(run: Run) -> str:

@@ -85,13 +85,14 @@ def lines(found: dict[str, Any], every_layer: bool) -> list[str]:
         kinds = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
         return [
             f"{found['path']}: {found['format']}, {found['model_type']}, not quantized to FP8",
-            f"{found['tensors']} tensors: {kinds}",
+            f"{console.counted(found['tensors'], 'tensor')}: {kinds}",
         ]
     head = f"{found['path']}: {found['format']} {found['algorithm']}".rstrip()
     by = f", written by {found['producer']}" if found["producer"] else ""
     out = [
         f"{head}{by}, {console.size(found['bytes'])}",
-        f"{len(found['layers'])} FP8 layers, {found['plain']} tensors in 16 or 32 bits",
+        f"{console.counted(len(found['layers']), 'FP8 layer')}, "
+        f"{console.counted(found['plain'], 'tensor')} in 16 or 32 bits",
         f"KV cache: {found['kv_cache'] or '16 bits'}{_kv(found['kv_scales'])}",
         "",
     ]
@@ -99,12 +100,13 @@ def lines(found: dict[str, Any], every_layer: bool) -> list[str]:
     out.append("")
     for entry in found["rules"]:
         names = entry["matched"]
-        what = f"{len(names)} modules ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+        what = console.counted(len(names), "module")
+        what += f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
         out.append(f"ignore rule {entry['rule']!r} matched {what if names else 'nothing'}")
     for kind, count in found["optional"].items():
         out.append(f"{count} {kind} kept for saving, not used by linears")
     if found["unaccounted"]:
-        out.append(f"{len(found['unaccounted'])} tensors without a place:")
+        out.append(f"{console.counted(len(found['unaccounted']), 'tensor')} without a place:")
         out += [f"  {name}" for name in found["unaccounted"][:20]]
     else:
         out.append(f"every one of {found['tensors']} tensors is accounted for")
@@ -115,7 +117,8 @@ def _kv(scales: list[dict[str, str]]) -> str:
     if not scales:
         return ""
     first = scales[0]
-    return f", {len(scales)} scales; SGLang and vLLM call {first['tensor']} {first['sglang']}"
+    count = console.counted(len(scales), "scale")
+    return f", {count}; SGLang and vLLM call {first['tensor']} {first['sglang']}"
 
 
 def _kind_table(layers: list[dict[str, Any]]) -> list[str]:

@@ -267,10 +267,10 @@ def _tell_recast(report: RecastReport, out: Path, as_json: bool) -> None:
         f"{report.source_format} -> {report.format}: {schemes}, "
         f"{console.size(report.bytes_in)} -> {console.size(report.bytes_out)}"
     )
-    console.data(f"{report.exact} layers with every code as it was")
+    console.data(f"{console.counted(report.exact, 'layer')} with every code as it was")
     if report.requantized:
         console.data(
-            f"{len(report.requantized)} layers quantized again, "
+            f"{console.counted(len(report.requantized), 'layer')} quantized again, "
             f"relative error {report.relative_error:.2e}"
         )
     console.talk(f"next: anyfp8 run {out} -p 'What is FP8?'")

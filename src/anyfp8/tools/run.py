@@ -75,7 +75,7 @@ def serving(model: torch.nn.Module) -> list[str]:
     lines = []
     for (scheme, one, many), count in kinds.items():
         served = one if one == many else f"{one} at M=1, {many} at M=512"
-        lines.append(f"{count} layers {scheme}: {served}")
+        lines.append(f"{console.counted(count, 'layer')} {scheme}: {served}")
     return lines or ["no FP8 layers: this model runs in 16 bits"]
 
 

@@ -18,6 +18,7 @@ from anyfp8.errors import InputError
 from anyfp8.fp8 import E4M3FN
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import QTensor, Scheme
+from anyfp8.tools import console
 
 # whether x is divided by its scale in 16 bits
 _DIVIDES = {"compressed-tensors": True, "quark": True, "modelopt": False}
@@ -45,7 +46,7 @@ def emulate_runtime(model: torch.nn.Module, name: str) -> str:
     how = (
         "x / scale in 16 bits, then FP8" if _DIVIDES[name] else "FP8, and what it means in 16 bits"
     )
-    return f"{len(layers)} layers as {name} computes them: {how}"
+    return f"{console.counted(len(layers), 'layer')} as {name} computes them: {how}"
 
 
 class _Emulated:

@@ -112,7 +112,7 @@ def warm(
     return Report(
         model.title,
         device.name,
-        f"{target.backend}:{target.arch}",
+        f"cuda sm_{target.arch}" if target.backend == "cuda" else f"hip {target.arch}",
         version,
         str(cache),
         len(shapes),
@@ -137,6 +137,7 @@ def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[
     """{form: {"error", "compiled", "loaded"}} by processes that share the forms."""
     done: dict[Form, Any] = {}
     count = max(1, min(workers, len(forms)))
+    processes = "1 process" if count == 1 else f"{count} processes"
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     lock = threading.Lock()
 
@@ -168,7 +169,7 @@ def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        console.progress(f"compiling in {count} processes", len(forms)) as shown,
+        console.progress(f"compiling in {processes}", len(forms)) as shown,
     ):
         # neighbours cost alike: deal them out
         threads = [
@@ -244,12 +245,17 @@ def lines(report: Report) -> list[str]:
     """The report as a person reads it."""
     found = [
         f"{report.model} on {report.device} ({report.target}): "
-        f"{sum(report.kernels.values())} kernels for {report.shapes} shapes, {report.ms} Ms"
+        f"{console.counted(sum(report.kernels.values()), 'kernel')} for "
+        f"{console.counted(report.shapes, 'shape')}, {console.counted(report.ms, 'M')}"
     ]
     found += [f"  {count} {name}" for name, count in sorted(report.kernels.items())]
-    found += [f"  {name}'s own for {count} Ms" for name, count in sorted(report.others.items())]
+    found += [
+        f"  {name}'s own for {console.counted(count, 'M')}"
+        for name, count in sorted(report.others.items())
+    ]
     found.append(f"{report.compiled} compiled, {report.loaded} there, in {report.seconds} s")
     if report.mended:
-        found.append(f"{report.mended} entries mended: the folder was moved")
+        entries = "1 entry" if report.mended == 1 else f"{report.mended} entries"
+        found.append(f"{entries} mended: the folder was moved")
     found.append(f"in {report.cache}")
     return found
