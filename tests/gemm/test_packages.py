@@ -268,6 +268,19 @@ def test_a_trial_runs_in_a_child_and_is_remembered(tmp_path, monkeypatch):
     probe._tried.cache_clear()
 
 
+def test_a_child_that_finds_no_memory_is_asked_again_by_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANYFP8_CACHE_DIR", str(tmp_path))
+    problem = Problem("linear", Scheme("channel"), 5, 64, 64, accumulate="fp32_128")
+    full = "broke down in its trial on this GPU: RuntimeError: CUDA error: out of memory"
+    monkeypatch.setattr(probe, "answer_of", lambda *_: full)
+    probe._tried.cache_clear()
+    assert probe.tried(gemm.backend("dequant"), problem, "torch") == full
+    probe._tried.cache_clear()
+    monkeypatch.setattr(probe, "answer_of", lambda *_: None)
+    assert probe.tried(gemm.backend("dequant"), problem, "torch") is None
+    probe._tried.cache_clear()
+
+
 def test_a_wrong_product_is_found_out():
     class Wrong(type(gemm.backend("dequant"))):
         def run(self, x, prepared, problem, config, bias=None, out=None):

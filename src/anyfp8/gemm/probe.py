@@ -49,7 +49,7 @@ def judged(backend: Backend, problem: Problem) -> str | None:
 
     Raises:
         DeviceError: inside a CUDA graph's capture, where a trial would fail whatever the backend.
-        torch.OutOfMemoryError: says nothing about the backend.
+        RuntimeError: memory was full, which says nothing about the backend.
     """
     refuse_capture(f"{backend.name} is tried", f"a first call for {problem.key}")
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -64,9 +64,9 @@ def _judged(backend: Backend, index: int | None, problem: Problem) -> str | None
         config = backend.default_config(problem, current_device())
         prepared = backend.prepare(weight, problem.scheme, problem.x_dtype)
         y = backend.run(x, prepared, problem, config, bias).double().cpu()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if _was_full(str(error)):
+            raise
         # a library may raise anything; whatever it is, the backend is not for this GPU
         first = (str(error).splitlines() or [type(error).__name__])[0]
         log.info("%s does not work on %s: %s", backend.name, place, first)
@@ -76,6 +76,11 @@ def _judged(backend: Backend, index: int | None, problem: Problem) -> str | None
         log.warning("%s computes wrong products on %s: error %.3g", backend.name, place, error)
         return f"gave a wrong product in its trial on this GPU (relative error {error:.3g})"
     return None
+
+
+def _was_full(text: str) -> bool:
+    """Whether torch's allocator, the driver or cuBLAS says that no memory was left."""
+    return "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
 
 
 def tried(backend: Backend, problem: Problem, package: str) -> str | None:
@@ -105,8 +110,13 @@ def _tried(name: str, problem: Problem, package: str, limit_s: float) -> str | N
         pass
     command = (sys.executable, "-m", "anyfp8.gemm.probe", name, problem.key)
     why = answer_of(command, limit_s)
+    # the next process may find memory
+    forgotten = why is not None and _was_full(why)
     if why:
-        log.warning("%s is not used on %s: it %s (remembered in %s)", name, gpu, why, path)
+        how = "until this process ends" if forgotten else f"remembered in {path}"
+        log.warning("%s is not used on %s: it %s (%s)", name, gpu, why, how)
+    if forgotten:
+        return why
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(about | {"why": why}, indent=1) + "\n")
