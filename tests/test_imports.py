@@ -22,7 +22,7 @@ ROOT = Path(anyfp8.__file__).parent
 # stands in docs/ARCHITECTURE.md
 FACTS = (
     *("errors", "env", "catalogue", "device", "form", "fp8", "launcher", "problem", "reference"),
-    "replay",
+    *("replay", "stub"),
 )
 MAY_IMPORT = {
     "facts": (),

@@ -209,17 +209,21 @@ def _main() -> None:
     """Compile pickled (target, forms) of a file: a line of JSON for each, as it is done."""
     from pathlib import Path
 
+    from anyfp8.stub import Stubs
+
     target, forms = pickle.loads(Path(sys.argv[1]).read_bytes())
+    stubs = Stubs(target)
     with target_is(target):
         for form in forms:
-            error = ""
+            error, built = "", 0
             with counting() as counts:
                 try:
-                    form.compile()
+                    built = stubs.build(form.compile())
                 except Exception as raised:
                     # whatever the compiler raises is the finding
                     error = (str(raised).strip().splitlines() or [repr(raised)])[-1][:300]
-            sys.stdout.write(json.dumps({"error": error, **counts}) + "\n")
+            answer = {"error": error, "stubs": built, "no_stub": stubs.error, **counts}
+            sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ def cache(tmp_path_factory):
     assert report.failed == {}
     assert report.compiled == sum(report.kernels.values()) > 0
     assert report.loaded == 0
+    assert report.no_stub == ""
     return folder
 
 
@@ -45,6 +47,31 @@ def test_a_second_time_compiles_nothing_and_says_so(call, hold_to_schema, cache)
     assert status == 0
     assert (report["compiled"], report["mended"]) == (0, 0)
     assert report["loaded"] == sum(report["kernels"].values())
+
+
+def test_what_starts_kernels_is_built_for_the_drivers_library(cache):
+    """Found there again, it is not built twice; and it asks the loader for what is missing here."""
+    triton = version("triton")
+    built = [*cache.rglob("*.so")]
+    if tuple(map(int, triton.split(".")[:2])) >= (3, 8):
+        assert not built
+        return
+    names = {path.name.partition(".")[0] for path in built}
+    assert names == {"cuda_utils", *(["__triton_launcher"] if triton.startswith("3.6.") else [])}
+    assert all(b"libcuda.so.1" in path.read_bytes() for path in built)
+    report = tool.warm(model_of(256, 512), find_device("l40s"), cache, (1, 16), workers=1)
+    assert (report.stubs, report.no_stub) == (0, "")
+
+
+def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, call, tmp_path):
+    if tuple(map(int, version("triton").split(".")[:2])) >= (3, 8):
+        pytest.skip("nothing is built in C")
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    status, out, err = call("warm", *SMALL[:3], "--m", "16", "--cache", tmp_path / "cache")
+    assert status == 0
+    assert re.search(r"[1-9] compiled", out)
+    assert "warning: what starts kernels is left to their first launch" in err
+    assert "absent" in err
 
 
 def test_it_reads_as_before(call, hold_snapshot, cache):

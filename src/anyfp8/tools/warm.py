@@ -53,6 +53,7 @@ class Report:
         compiled: now. loaded: found in the folder. failed: {kernel: error}.
         mended: folders of a moved cache whose paths were set right.
         others: {backend: calls} that run kernels which are not ours to compile.
+        stubs: modules of C that were built, which start kernels. no_stub: why others were not.
     """
 
     model: str
@@ -68,6 +69,8 @@ class Report:
     failed: dict[str, str]
     mended: int
     others: dict[str, int]
+    stubs: int
+    no_stub: str
     seconds: float
 
 
@@ -123,6 +126,8 @@ def warm(
         {form.kernel: answer["error"] for form, answer in done.items() if answer["error"]},
         mended,
         dict(others),
+        sum(answer["stubs"] for answer in done.values()),
+        next((answer["no_stub"] for answer in done.values() if answer["no_stub"]), ""),
         round(time.monotonic() - start, 1),
     )
 
@@ -134,7 +139,7 @@ def _fails(backend: Backend, problem: Problem) -> str | None:
 
 
 def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[Form, Any]:
-    """{form: {"error", "compiled", "loaded"}} by processes that share the forms."""
+    """{form: {"error", "stubs", "no_stub", "compiled", "loaded"}} by processes that share them."""
     done: dict[Form, Any] = {}
     count = max(1, min(workers, len(forms)))
     processes = "1 process" if count == 1 else f"{count} processes"
@@ -163,7 +168,8 @@ def _compile(target: Any, forms: list[Form], cache: Path, workers: int) -> dict[
             process.wait()
             log.seek(0)
             last = (log.read().strip().splitlines() or [f"ended with {process.returncode}"])[-1]
-        lost = {"error": f"the compiling process broke down: {last}", "compiled": 0, "loaded": 0}
+        broken = f"the compiling process broke down: {last}"
+        lost = {"error": broken, "stubs": 0, "no_stub": "", "compiled": 0, "loaded": 0}
         for form in share:
             done.setdefault(form, lost)
 
@@ -233,6 +239,10 @@ def command(
         console.data_json(asdict(report))
     else:
         console.data("\n".join(lines(report)))
+    if report.no_stub:
+        console.talk(
+            f"warning: what starts kernels is left to their first launch: {report.no_stub}"
+        )
     for kernel, error in report.failed.items():
         console.talk(f"error: {kernel} does not compile: {error}")
     if not report.failed and cache is not None:
@@ -254,6 +264,8 @@ def lines(report: Report) -> list[str]:
         for name, count in sorted(report.others.items())
     ]
     found.append(f"{report.compiled} compiled, {report.loaded} there, in {report.seconds} s")
+    if report.stubs:
+        found.append(f"{console.counted(report.stubs, 'C module')} to start kernels with")
     if report.mended:
         entries = "1 entry" if report.mended == 1 else f"{report.mended} entries"
         found.append(f"{entries} mended: the folder was moved")
