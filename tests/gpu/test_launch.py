@@ -1,11 +1,10 @@
-"""µs of host time of a call, beside SGLang's; a GPU that is behind does not count.
+"""µs of host time of a call, beside SGLang's, on a core that nobody else disturbs.
 
-ANYFP8_TEST_PEERS names the folder with SGLang's shared object. The medians are printed with -s.
+ANYFP8_TEST_PEERS names the folder with SGLang's shared object. The medians are printed with -s,
+those of all rounds too; see `tools.host_time` for why they are apart.
 """
 
 import os
-import statistics
-import time
 from pathlib import Path
 
 import pytest
@@ -18,26 +17,12 @@ from anyfp8.linear import Fp8Linear
 from anyfp8.problem import QTensor, Scheme
 from anyfp8.replay import replay_of
 from anyfp8.select import Request
+from anyfp8.tools.host_time import host_times
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf]
 # read at import: the environment is cleared of anyfp8's names before a test
 FOLDER = os.environ.get("ANYFP8_TEST_PEERS")
 M, N, K = 16, 4096, 4096
-
-
-def host_us(call, rounds=60, calls=20):
-    """Median over rounds of a call's host time; the queue is empty when a round starts."""
-    for _ in range(10):
-        call()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - began) / calls * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +37,7 @@ def medians():
     tuned.load(QTensor(q.data.cuda(), q.scale.cuda()))
     tuned.prepare()
     x = torch.randn(M, K, device="cuda").bfloat16()
-    found = {}
+    calls = {}
     with torch.inference_mode():
         xq = quantize.per_token(x)
         plan, prepared = layer.plan(), layer._prepared
@@ -66,29 +51,30 @@ def medians():
         pointers = [t.data_ptr() for t in inputs]
         stream, at = torch.cuda.current_stream().cuda_stream, y.data_ptr()
         # a compiled kernel and its arguments
-        found["launch"] = host_us(lambda: replay.written(stream, 0, at, *pointers))
-        found["launch on the current stream"] = host_us(lambda: replay(pointers, y))
+        calls["launch"] = lambda: replay.written(stream, 0, at, *pointers)
+        calls["launch on the current stream"] = lambda: replay(pointers, y)
         launch = _launch_of(xq, prepared, plan, y)
-        found["launch found by form"] = host_us(lambda: start(launch))
-        found["product, output given"] = host_us(lambda: plan.run(xq, prepared, out=y))
-        found["product with output"] = host_us(lambda: plan.run(xq, prepared))
-        found["quantizer"] = host_us(lambda: quantize.per_token(x))
-        found["bf16 linear"] = host_us(lambda: layer(x))
+        calls["launch found by form"] = lambda: start(launch)
+        calls["product, output given"] = lambda: plan.run(xq, prepared, out=y)
+        calls["product with output"] = lambda: plan.run(xq, prepared)
+        calls["quantizer"] = lambda: quantize.per_token(x)
+        calls["bf16 linear"] = lambda: layer(x)
         op, key = torch.ops.anyfp8.linear.default, layer.key
-        found["bf16 linear as torch op"] = host_us(lambda: op(x, layer._stored, None, None, key))
-        found["bf16 linear, backend by plan"] = host_us(lambda: tuned(x))
-        found["torch bf16 linear"] = host_us(
-            lambda w=torch.randn(N, K, device="cuda").bfloat16(): torch.nn.functional.linear(x, w)
-        )
+        calls["bf16 linear as torch op"] = lambda: op(x, layer._stored, None, None, key)
+        calls["bf16 linear, backend by plan"] = lambda: tuned(x)
+        w = torch.randn(N, K, device="cuda").bfloat16()
+        calls["torch bf16 linear"] = lambda: torch.nn.functional.linear(x, w)
         # the smallest launch that torch makes: what the driver takes
-        found["torch.cuda._sleep(0)"] = host_us(lambda: torch.cuda._sleep(0))
-        found["allocating the output"] = host_us(lambda: x.new_empty((M, N)))
+        calls["torch.cuda._sleep(0)"] = lambda: torch.cuda._sleep(0)
+        calls["torch's new_empty of the output"] = lambda: x.new_empty(M, N)
         if FOLDER and (Path(FOLDER) / "sglC.so").exists():
-            found |= _sglang(x, xq, prepared, y)
+            calls |= _sglang(x, xq, prepared, y)
+        found = host_times(calls, torch.cuda.synchronize, seconds=6)
     print()
-    for what, us in found.items():
-        print(f"{us:7.2f} us  {what}")
-    return found
+    for what, each in found.items():
+        print(f"{each.us:7.2f} us, of all {each.all_us:5.2f}  {what}")
+    print(f"undisturbed: {100 * found['launch'].quiet:.0f} % of the rounds")
+    return {what: each.us for what, each in found.items()}
 
 
 def _launch_of(xq, prepared, plan, y):
@@ -122,13 +108,14 @@ def _sglang(x, xq, prepared, y):
     data, scale = xq.data.view(torch.float8_e4m3fn), xq.scale
     error = (multiply(data, w, scale, sw, torch.bfloat16, None).float() - y.float()).norm()
     assert error < 0.01 * y.float().norm()
+
+    def both():
+        q, s = quantized()
+        return multiply(q, w, s, sw, torch.bfloat16, None)
+
     return {
-        "SGLang's product with output": host_us(
-            lambda: multiply(data, w, scale, sw, torch.bfloat16, None)
-        ),
-        "SGLang's product and quantizer": host_us(
-            lambda: multiply(quantized()[0], w, scale, sw, torch.bfloat16, None)
-        ),
+        "SGLang's product with output": lambda: multiply(data, w, scale, sw, torch.bfloat16, None),
+        "SGLang's product and quantizer": both,
     }
 
 
