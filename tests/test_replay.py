@@ -68,7 +68,7 @@ def test_without_an_output_a_new_one_is_made(monkeypatch, leading):
     rows = torch.Size(leading or ()).numel()
     x, y = torch.zeros(rows, 8), torch.zeros((rows, 16) if leading is None else (*leading, 16))
     y = y.bfloat16()
-    monkeypatch.setattr("anyfp8.replay._empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr("anyfp8.replay.empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     runner = Runner()
     replay = replay_of([(runner, (x, y))], [x], y)
     found = replay([7], None, leading)

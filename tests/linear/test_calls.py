@@ -21,7 +21,7 @@ def launched(monkeypatch):
     """(call, what it launched): x, the weight, a bias and a scale go in, y comes out."""
     for name, answer in (("_cuda_getCurrentRawStream", 77), ("_cuda_getDevice", CPU)):
         monkeypatch.setattr(torch._C, name, lambda *a, answer=answer: answer, raising=False)
-    monkeypatch.setattr("anyfp8.replay._empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr("anyfp8.replay.empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     seen = []
 
     def make(bias=False, scaled=False):

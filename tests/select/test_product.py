@@ -27,7 +27,7 @@ def product(monkeypatch, weight):
     """(product, what it launched)."""
     for name, answer in (("_cuda_getCurrentRawStream", 77), ("_cuda_getDevice", CPU)):
         monkeypatch.setattr(torch._C, name, lambda *a, answer=answer: answer, raising=False)
-    monkeypatch.setattr("anyfp8.replay._empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr("anyfp8.replay.empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     seen = []
     data, scale, y = codes(), torch.ones(M, 1), torch.zeros(M, N).bfloat16()
     inputs = [data, *weight.stored, scale]

@@ -17,6 +17,7 @@ import torch
 from anyfp8.launcher import Launcher, Started, recorded, recording
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import target_of
+from anyfp8.replay import empty_strided
 
 MAX_PLANS = 4096
 
@@ -169,5 +170,9 @@ def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     dtype, device = like.dtype, like.device
     elements = like.untyped_storage().nbytes() // like.element_size()
     if like.is_contiguous() and elements == like.numel():
+        if like.is_cuda:
+            # a plan runs with its GPU current
+            size, strides = tuple(size), tuple(strides)
+            return lambda: empty_strided(size, strides, dtype)
         return lambda: torch.empty(size, dtype=dtype, device=device)
     return lambda: torch.empty(elements, dtype=dtype, device=device).as_strided(size, strides)
