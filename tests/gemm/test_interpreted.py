@@ -25,11 +25,7 @@ cases = {
             Scheme("tensor", "tensor"),
             Scheme("tensor", "token", True),
         ],
-        [
-            TileConfig(32, 32, 32, 2),
-            TileConfig(16, 32, 32, 2, swap=True),
-            TileConfig(16, 16, 32, 2, persistent=True),
-        ],
+        [TileConfig(32, 32, 32, 2), TileConfig(16, 32, 32, 2, swap=True)],
     ),
     "triton_block": (
         [

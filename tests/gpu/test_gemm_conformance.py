@@ -160,24 +160,6 @@ def test_any_legal_configuration_gives_the_same_product(name, scheme):
     assert not [c for c in complaints if c], "\n".join(c for c in complaints if c)
 
 
-@pytest.mark.parametrize("accumulate", ["fast", "fp32_128"])
-def test_programs_that_go_from_tile_to_tile_give_the_same_product(accumulate):
-    backend, device, dtype = gemm.backend("triton_row"), current_device(), torch.bfloat16
-    layer = testing_gemm.random_layer(ROW, 4097, 2112, 1096, dtype, "cuda")
-    problem = testing_gemm.problem_of(layer, dtype, True, accumulate)
-    every = [config for config in backend.configs(problem, device) if config.persistent]
-    if not every:
-        pytest.skip("no warp groups here")
-    wanted = testing_gemm.oracle(layer, True, True, dtype)
-    found = [
-        testing_gemm.check(backend, layer, wanted, problem, device, config, m)
-        for config in islice(every, 0, None, max(1, len(every) // 12))
-        # many waves, one tile of rows and a bit, less than one
-        for m in (4097, 257, 60)
-    ]
-    assert not any(found), "\n".join(filter(None, found))
-
-
 @pytest.mark.parametrize("name", ["triton_row", "triton_block", "triton_w8a16", "dequant"])
 def test_a_row_has_the_same_bits_in_any_batch_with_one_configuration(name):
     backend, device = gemm.backend(name), current_device()

@@ -427,9 +427,8 @@ def test_engine_files_survive_a_round_trip(tmp_path, engine):
     assert sglang_tables.export(back, engine) == files
 
 
-@pytest.mark.parametrize("form", ["swap", "persistent"])
-def test_a_tile_that_the_engines_kernels_do_not_have_is_not_exported(tmp_path, form):
-    swapped = A | {"block_m": 16 if form == "swap" else 128, form: True}
+def test_a_tile_that_the_engines_kernels_do_not_have_is_not_exported(tmp_path):
+    swapped = A | {"block_m": 16, "swap": True}
     table = Table(Header(L40S.name), (row(8, swapped, 5.0), row(8, None, 9.0), row(16, A, 5.0)))
     [configs] = sglang_tables.export(table).values()
     assert configs[8] is None
@@ -438,8 +437,8 @@ def test_a_tile_that_the_engines_kernels_do_not_have_is_not_exported(tmp_path, f
     path = tmp_path / "t.jsonl"
     tables.write_table(path, table)
     assert tables.read_table(path).rows == table.rows
-    assert TileConfig(**swapped).to_dict()[form] is True
-    assert not {"swap", "persistent"} & set(TileConfig(**A).to_dict())
+    assert TileConfig(**swapped).to_dict()["swap"] is True
+    assert "swap" not in TileConfig(**A).to_dict()
     choice = select(problem(8), H200, Request(), tables_of(H200, row(8, swapped, 5.0)))
     assert choice.config == TileConfig(**swapped)
 

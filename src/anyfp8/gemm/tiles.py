@@ -34,8 +34,7 @@ class TileConfig(Config):
     """Tile of one program, its warps and the depth of its pipeline.
 
     group_m row tiles are walked before the next column tile, so that they share it in L2. With
-    swap the weight is the product's first operand, whose 64 rows a warp group wants full. With
-    persistent there are as many programs as fit at once, and each goes from tile to tile.
+    swap the weight is the product's first operand, whose 64 rows a warp group wants full.
     """
 
     block_m: int
@@ -45,7 +44,6 @@ class TileConfig(Config):
     num_warps: int = 4
     num_stages: int = 3
     swap: bool = False
-    persistent: bool = False
 
     def __post_init__(self) -> None:
         blocks = (self.block_m, self.block_n, self.block_k, self.num_warps)
@@ -57,8 +55,9 @@ class TileConfig(Config):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        # rows of tables that never had these fields stay as they were
-        return {k: v for k, v in super().to_dict().items() if v or k not in ("swap", "persistent")}
+        # rows of tables that never had the field stay as they were
+        values = super().to_dict()
+        return values if self.swap else {k: v for k, v in values.items() if k != "swap"}
 
     @property
     def sums(self) -> int:
@@ -84,16 +83,7 @@ class TileConfig(Config):
         tile = (self.block_m + self.block_n) * self.block_k
         depth = self.num_stages if self.from_shared(device) else max(self.num_stages - 1, 1)
         barriers = 16 if "tcgen05" in device.arch.features else 0
-        result = self.block_m * self.block_n * out_bytes
-        if self.persistent:
-            # beside the next tile's operands; 16-bit results change their layout in two halves
-            return depth * tile + (result if out_bytes > 2 else min(result, 32768)) + barriers
-        return max(depth * tile, result) + barriers
-
-    def resident(self, device: Device, smem: int) -> int:
-        """How many programs of so much shared memory an SM holds at once."""
-        by_warps = 8 // self.num_warps if self.persistent else 32
-        return max(1, min(device.shared_memory // max(smem, 1), by_warps))
+        return max(depth * tile, self.block_m * self.block_n * out_bytes) + barriers
 
 
 class TileBackend(Backend):
@@ -102,9 +92,8 @@ class TileBackend(Backend):
     kind = "w8a8"
     config_class = TileConfig
     batch_invariant = True
-    # whether it has a kernel with the weight first, and one whose programs go from tile to tile
+    # whether it has a kernel with the weight first
     swaps = False
-    persists = False
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if not device.has_fp8:
@@ -128,8 +117,6 @@ class TileBackend(Backend):
             return "is below the tensor cores' 16x16x32"
         if config.swap and not (self.swaps and config.from_shared(device)):
             return "puts the weight first, which only products of warp groups do"
-        if config.persistent and not self._can_persist(config, device):
-            return "goes from tile to tile, which only products of warp groups with a pipeline do"
         limit = self.max_block_k(problem)
         if config.block_k > limit or limit % config.block_k:
             return f"has block_k={config.block_k}, and the scales or the accumulation need {limit}"
@@ -143,30 +130,18 @@ class TileBackend(Backend):
             )
         return None
 
-    def _can_persist(self, config: TileConfig, device: Device) -> bool:
-        piped = config.num_stages > 1 and config.from_shared(device)
-        return self.persists and piped and not config.swap
-
-    def tiles(self, config: TileConfig, problem: Problem) -> int:
-        rows = -(-max(problem.m, 1) // config.block_m)
-        return rows * -(-problem.n // config.block_n)
-
-    def slots(self, config: TileConfig, problem: Problem, device: Device) -> int:
-        """How many tiles are on the GPU at once."""
-        smem = self.smem_bytes(config, problem, device)
-        return (device.sms or 1) * config.resident(device, smem)
-
     def waves(self, config: Config, problem: Problem, device: Device) -> int:
         assert isinstance(config, TileConfig)
-        return -(-self.tiles(config, problem) // self.slots(config, problem, device))
+        rows = -(-max(problem.m, 1) // config.block_m)
+        per_sm = max(1, device.shared_memory // self.smem_bytes(config, problem, device))
+        slots = (device.sms or 1) * per_sm
+        return -(-rows * -(-problem.n // config.block_n) // slots)
 
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
         assert isinstance(config, TileConfig)
         if config.swap and not (self.swaps and config.from_shared(device)):
             config = replace(config, swap=False)
-        if config.persistent and not self._can_persist(config, device):
-            config = replace(config, persistent=False)
         block_k = min(config.block_k, self.max_block_k(problem))
         for bk in _halvings(block_k, 32):
             for bn in _halvings(config.block_n, 16):
@@ -203,9 +178,6 @@ class TileBackend(Backend):
                 continue
             # beyond one tile of rows the weight would be read again
             if config.swap and config.block_m < problem.m:
-                continue
-            # a program of one tile has no next one
-            if config.persistent and self.waves(config, problem, device) < 2:
                 continue
             if config.block_k > 32 and config.block_k >= 2 * problem.k:
                 continue
@@ -305,12 +277,6 @@ def _good_tiles(backend: TileBackend, problem: Problem, device: Device) -> tuple
         shapes = product((16, 32, 64), (64, 128, 256), (128, 256, 512), (4, 8), (3, 4, 5, 6, 8, 10))
         for block_m, block_n, block_k, warps, stages in shapes:
             config = TileConfig(block_m, block_n, block_k, 8, warps, stages, swap=True)
-            if backend.good(config, problem, device):
-                found.append(config)
-    if backend.persists:
-        shapes = product((64, 128, 256), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5, 6))
-        for block_m, block_n, block_k, warps, stages in shapes:
-            config = TileConfig(block_m, block_n, block_k, 8, warps, stages, persistent=True)
             if backend.good(config, problem, device):
                 found.append(config)
     return tuple(found)

@@ -7,7 +7,6 @@ and bias are applied in fp32, before the one rounding.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +26,6 @@ POINTER_TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 class TritonRow(TileBackend):
     name = "triton_row"
     swaps = True
-    persists = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         scheme = problem.scheme
@@ -48,7 +46,7 @@ class TritonRow(TileBackend):
         constants = self.constants(problem, config, device)
         constants |= dict.fromkeys(("N", "K", "stride_xm", "stride_wn", "stride_ym"), 1)
         constants = {name: v for name, v in constants.items() if name not in signature}
-        form = _form_of(config)
+        form = "row_swap" if config.swap else "row_plain"
         return Source(
             f"anyfp8.kernels.{form}:{form}",
             tuple(signature.items()),
@@ -74,11 +72,6 @@ class TritonRow(TileBackend):
             "GROUP_M": config.group_m,
         }
 
-    def programs(self, config: TileConfig, problem: Problem, device: Device) -> int:
-        """How many a launch has: one a tile, or as many as are on the GPU at once."""
-        tiles = self.tiles(config, problem)
-        return min(tiles, self.slots(config, problem, device)) if config.persistent else tiles
-
     def run(
         self,
         x: torch.Tensor | QTensor,
@@ -89,7 +82,6 @@ class TritonRow(TileBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x.data: [M, K] with K contiguous; x.scale: fp32 [] or [M, 1]. See `Backend.run`."""
-        from anyfp8.kernels.row_persistent import row_persistent
         from anyfp8.kernels.row_plain import row_plain
         from anyfp8.kernels.row_swap import row_swap
 
@@ -102,8 +94,7 @@ class TritonRow(TileBackend):
         same_device(x=codes, sx=x.scale, w=w, sw=prepared.scale, bias=bias, out=y)
         if m == 0:
             return y
-        device = facts_of(codes)
-        grid = (self.programs(config, replace(problem, m=m, n=n), device),)
+        grid = (-(-m // config.block_m) * -(-n // config.block_n),)
         values = (
             codes,
             w,
@@ -118,17 +109,12 @@ class TritonRow(TileBackend):
             w.stride(0),
             y.stride(0),
         )
-        constants = self.constants(problem, config, device)
+        constants = self.constants(problem, config, facts_of(codes))
         # of the rows there are, whatever the problem says: others may not be read
         constants["SHORT"] = m < config.block_m
-        forms = {"row_plain": row_plain, "row_swap": row_swap, "row_persistent": row_persistent}
-        kernel = forms[_form_of(config)]
+        kernel = row_swap if config.swap else row_plain
         start(Launch(kernel, grid, values, constants, config.num_warps, config.num_stages))
         return y
-
-
-def _form_of(config: TileConfig) -> str:
-    return "row_swap" if config.swap else "row_persistent" if config.persistent else "row_plain"
 
 
 BACKEND = TritonRow()

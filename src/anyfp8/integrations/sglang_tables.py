@@ -108,7 +108,8 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
     by_m = table.group(("gemm", scheme.name, "", "bf16", "fast", n, k))
     configs: Configs = {}
     for m in sorted(by_m):
-        rows = [row for row in by_m[m] if not _ours_alone(dict(row.config or ()))]
+        # their kernels have no form with the weight first
+        rows = [row for row in by_m[m] if not dict(row.config or ()).get("swap")]
         if scheme != CHANNELWISE:
             rows = [row for row in rows if row.role != "default"]
         row = winner_of(rows, ("triton_row", "triton_block"))
@@ -119,11 +120,6 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
         elif scheme == CHANNELWISE:
             configs[m] = None
     return configs
-
-
-def _ours_alone(config: Mapping[str, Any]) -> bool:
-    """Whether the engines' kernels have no such form."""
-    return bool(config.get("swap") or config.get("persistent"))
 
 
 def write_files(files: Mapping[str, Configs], folder: Path) -> list[Path]:

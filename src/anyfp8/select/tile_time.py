@@ -108,7 +108,7 @@ def _tile(config: TileConfig, device: Device, scaled: bool, kept: int, out_bytes
     registers = config.sums * kept + _OPERAND_SHARE * operands
     smem = config.smem_bytes(device, out_bytes) + 1024
     by_registers = int(65536 // (min(255, registers + 50) * 32 * warps))
-    resident = max(1, min(config.resident(device, smem), by_registers, 64 // warps))
+    resident = max(1, min(device.shared_memory // smem, by_registers, 64 // warps))
 
     multiply = _multiply_us(config, device) * (1 + _SPILL * max(0.0, registers - _FREE_REGISTERS))
     multiply += config.block_m * config.block_n * _SCALE_US if scaled else 0.0

@@ -117,10 +117,9 @@ def _config(choice: Choice) -> str:
         return explain_text.config_of(choice)
     tile = "×".join(str(fields.pop(f"block_{side}")) for side in "mnk")
     how, warps, stages = fields.pop("how", ""), fields.pop("num_warps"), fields.pop("num_stages")
-    words = {"swap": "weight first", "persistent": "persistent"}
-    forms = [word for name, word in words.items() if fields.pop(name, False)]
+    first = ["weight first"] if fields.pop("swap", False) else []
     # 1 is "not split"
-    rest = [f"{name} {value}" for name, value in fields.items() if value != 1] + forms
+    rest = [f"{name} {value}" for name, value in fields.items() if value != 1] + first
     return ", ".join([f"{how} {tile}".strip(), f"{warps} warps", f"{stages} stages", *rest])
 
 

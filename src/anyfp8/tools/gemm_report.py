@@ -261,8 +261,8 @@ def config_text(config: dict[str, Any]) -> str:
     if not {"block_m", "block_n", "block_k", "num_warps", "num_stages"} <= set(config):
         return " ".join(f"{key}={value}" for key, value in config.items())
     tile = "x".join(str(config[f"block_{axis}"]) for axis in "mnk")
-    forms = "".join(f" {name}" for name in ("swap", "persistent") if config.get(name))
-    return f"{tile} w{config['num_warps']} s{config['num_stages']}{forms}"
+    swap = " swap" if config.get("swap") else ""
+    return f"{tile} w{config['num_warps']} s{config['num_stages']}{swap}"
 
 
 def line(cell: Cell) -> str:
