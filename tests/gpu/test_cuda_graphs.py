@@ -274,6 +274,33 @@ def test_products_of_quantized_rows_repeat_with_and_without_an_output():
     assert wide[:, N:].isnan().all()
 
 
+def test_an_engines_products_are_recorded_once_and_serve_other_weights(monkeypatch):
+    from anyfp8.integrations.sglang import apply_fp8_linear
+    from anyfp8.select import choice
+
+    recorded, record = [], choice.first
+    monkeypatch.setattr(choice, "first", lambda *a: recorded.append(1) or record(*a))
+    monkeypatch.setenv("ANYFP8_BACKEND", "triton_row")
+    x = torch.randn(7, 1024, device="cuda").bfloat16()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        w = (torch.randn(656, 1024, device="cuda") / 32).to(torch.float8_e4m3fn).t()
+        scale = torch.rand(656, 1, device="cuda") + 0.5
+        arguments = {"weight_scale": scale, "compressed_tensor_quant": True}
+        arguments["use_per_token_if_dynamic"] = True
+        first, again = (apply_fp8_linear(x, w, **arguments) for _ in range(2))
+        want = x.float() @ (w.float() * scale.t())
+        assert torch.equal(first, again)
+        assert (first.float() - want).norm() < 0.05 * want.norm()
+    assert recorded == [1]
+    # a library's product cannot be repeated, and is recorded no second time
+    monkeypatch.setenv("ANYFP8_BACKEND", "torch_scaled_mm")
+    recorded.clear()
+    for _ in range(3):
+        assert torch.isfinite(apply_fp8_linear(x, w, **arguments)).all()
+    assert recorded == [1]
+
+
 def test_compiled_models_capture_and_equal_eager():
     model = torch.nn.Sequential(
         layer_of("w8a8-channel-token", Request(backend="triton_row"), n=K),

@@ -9,7 +9,7 @@ import torch
 from anyfp8.gemm.base import CanonicalWeight
 from anyfp8.problem import Scheme
 from anyfp8.replay import replay_of
-from anyfp8.select.choice import Product
+from anyfp8.select.choice import Product, _form_of
 
 M, N, K = 4, 48, 64
 # tensors of the CPU are on device -1: what is asked of a GPU's tensors is asked of them
@@ -35,7 +35,7 @@ def product(monkeypatch, weight):
     replay = replay_of(started, inputs, y)
     where = [t.data_ptr() for t in weight.stored]
     form = (scale.stride(), scale.dtype)
-    return Product(replay, ref(weight), where, data.shape, form, False), seen
+    return Product(replay, ref(weight), where, _form_of(weight), data.shape, form, False), seen
 
 
 def codes(*shape):
@@ -54,6 +54,18 @@ def test_it_is_launched_on_its_own_operands(product, weight):
     assert (y.shape, y.dtype) == ((M, N), torch.bfloat16)
 
 
+def test_another_weight_of_the_same_form_is_multiplied_too(product, weight):
+    known, seen = product
+    other = CanonicalWeight(codes(N, K), torch.ones(N, 1), SCHEME)
+    data, scale = codes(), torch.ones(M, 1)
+    known.again(data, scale, other, None, None)
+    assert seen[0][1:3] == (other.codes.data_ptr(), other.scale.data_ptr())
+    assert other.codes.data_ptr() != weight.codes.data_ptr()
+    del weight
+    gc.collect()
+    assert known.again(data, scale, other, None, None) is not None
+
+
 WRONG = {
     "rows": {"data": codes(M + 1, K)},
     "strides": {"data": codes(M, 2 * K)[:, :K]},
@@ -64,8 +76,14 @@ WRONG = {
     "an output of other columns": {"out": torch.empty(M, N + 16).bfloat16()},
     "an output in a wider one": {"out": torch.empty(M, 2 * N).bfloat16()[:, :N]},
     "an output of another dtype": {"out": torch.empty(M, N)},
-    "another weight": {
-        "prepared": CanonicalWeight(codes(N, K), torch.ones(N, 1), SCHEME),
+    "a weight in wider rows": {
+        "prepared": CanonicalWeight(codes(N, 2 * K)[:, :K], torch.ones(N, 1), SCHEME),
+    },
+    "a weight that is not aligned": {
+        "prepared": CanonicalWeight(codes(N * K + 1)[1:].view(N, K), torch.ones(N, 1), SCHEME),
+    },
+    "one scale for the weight": {
+        "prepared": CanonicalWeight(codes(N, K), torch.ones(()), SCHEME),
     },
 }
 

@@ -117,16 +117,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A product on a GPU that is known, of one weight.
+    """A product on a GPU that is known.
 
     Attributes:
-        weight: not kept alive by this. where: its addresses.
+        weight: the one it was recorded with, not kept alive by this. where: its addresses.
+        stored: `_form_of` that weight: others of this form are multiplied as well.
         shape: of x. form: strides and dtype of its scale; strides are the layout of a group's.
     """
 
     replay: Replay
     weight: ref[PreparedWeight]
     where: Sequence[int]
+    stored: tuple[object, ...]
     shape: torch.Size
     form: tuple[tuple[int, ...], torch.dtype] | None
     biased: bool
@@ -143,8 +145,7 @@ class Product:
         replay = self.replay
         device = replay.device
         if (
-            self.weight() is not prepared
-            or data.shape != self.shape
+            data.shape != self.shape
             or data.get_device() != device
             or not data.is_contiguous()
             or (bias is not None) != self.biased
@@ -152,8 +153,16 @@ class Product:
             or redirected()
         ):
             return None
+        where = self.where
+        if self.weight() is not prepared:
+            # another layer's, or the same one's in an object made for this call
+            if _form_of(prepared) != self.stored:
+                return None
+            where = pointers_of(prepared.stored, device)
+            if where is None:
+                return None
         low = data.data_ptr()
-        pointers = [low, *self.where]
+        pointers = [low, *where]
         if scale is not None:
             if scale.get_device() != device or (scale.stride(), scale.dtype) != self.form:
                 return None
@@ -181,6 +190,12 @@ class Product:
         return replay(pointers, out)
 
 
+def _form_of(weight: PreparedWeight) -> tuple[object, ...]:
+    """What of a weight a launch depends on besides its addresses."""
+    tensors = weight.stored
+    return (type(weight), weight.layout, *((t.shape, t.stride(), t.dtype) for t in tensors))
+
+
 @dataclass(frozen=True)
 class Plan:
     """One layer's choices for every M, and the one layout in which its weight is stored.
@@ -200,8 +215,10 @@ class Plan:
     _seen: dict[int, tuple[Choice, Problem]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    # elements of x -> how such a product is made again
-    _known: dict[int, Product] = field(default_factory=dict, repr=False, compare=False)
+    # (elements of x, GPU) -> how such a product is made again
+    _known: dict[tuple[int, int], Product] = field(default_factory=dict, repr=False, compare=False)
+    # of which a product was recorded, successfully or not
+    _tried: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
 
     def choice(self, m: int) -> Choice:
         """The choice for m rows: decided once per m, then a dictionary look-up."""
@@ -236,30 +253,43 @@ class Plan:
         On a GPU a product that came before is launched again, and decides nothing.
         """
         data, scale = (x.data, x.scale) if isinstance(x, QTensor) else (x, None)
-        known = self._known.get(data.numel())
+        device = data.get_device()
+        key = data.numel(), device
+        known = self._known.get(key)
         y = None if known is None else known.again(data, scale, prepared, bias, out)
         if y is not None:
             return y
-        m, device = data.shape[0], data.get_device()
+        m = data.shape[0]
         choice, problem = self._at(m)
 
         def product() -> torch.Tensor:
             return choice.run(x, prepared, problem, bias, out)
 
-        if device < 0 or not 0 < m <= MAX_ROWS or not self._is_plain(data, out) or capturing():
-            return product()
-        if known is not None and known.weight() is not None:
-            # of another layer, or in another form
+        if (
+            device < 0
+            or not 0 < m <= MAX_ROWS
+            or key in self._tried
+            or not self._is_plain(data, out)
+            or capturing()
+        ):
             return product()
         inputs = [data, *prepared.stored, *(t for t in (scale, bias) if t is not None)]
         if pointers_of(inputs, device) is None:
             return product()
         y, replay = first(product, inputs)
+        # once: recording takes longer than a product
+        self._tried.add(key)
         if replay is not None:
             where = pointers_of(prepared.stored, device) or []
             form = None if scale is None else (scale.stride(), scale.dtype)
-            self._known[data.numel()] = Product(
-                replay, ref(prepared), where, data.shape, form, bias is not None
+            self._known[key] = Product(
+                replay,
+                ref(prepared),
+                where,
+                _form_of(prepared),
+                data.shape,
+                form,
+                bias is not None,
             )
         return y
 
