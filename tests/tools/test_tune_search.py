@@ -180,6 +180,13 @@ def test_the_best_are_timed_again_and_only_that_counts():
     assert shares.count(1) == FULL.most
 
 
+@pytest.mark.parametrize(("us", "count"), [(10.0, FULL.finalists), (500.0, FULL.finalists // 2)])
+def test_of_long_calls_fewer_race(us, count):
+    guesses = space(cell_of("row", 16))
+    finalists, _ = drive(search(guesses, FULL), lambda c, share: us + guesses[c])
+    assert len(finalists) == count
+
+
 def test_what_is_timed_next_is_near_what_was_better_than_guessed():
     guesses = space(cell_of("block", 256))
     around = Space(guesses)

@@ -26,6 +26,8 @@ LONGER = 3
 _A_TILE = 2
 # after the first: batches, and how many of the ranker's order they come from
 _BATCHES, _LOOKED_AT = 3, 600
+# µs from which a second timing is close enough that half as many finalists do
+_LONG_US = 100.0
 # what the mean of all ratios weighs beside a configuration at no distance
 _MEAN = 0.1
 
@@ -107,7 +109,10 @@ def search(
     if len(again) < 2:
         return tuple(again)
     second = usable(known, (yield tuple(Ask(c, LONGER) for c in again)))
-    return tuple(sorted(second, key=lambda c: second[c])[: effort.finalists]) or tuple(again[:1])
+    order = sorted(second, key=lambda c: second[c])
+    long = bool(order) and second[order[0]] > _LONG_US
+    count = max(2, effort.finalists // 2) if long else effort.finalists
+    return tuple(order[:count]) or tuple(again[:1])
 
 
 def usable(known: Mapping[Config, float], times: Times) -> dict[Config, float]:
