@@ -100,21 +100,25 @@ class Replay:
         else:
             size = (*leading, self.size[1])
             y = empty_strided(size, _strides(size), self.dtype)
+        self.launch(pointers, y.data_ptr())
+        return y
+
+    def launch(self, pointers: Sequence[int], y: int) -> None:
+        """Launch with the inputs and y at these addresses, on the current GPU."""
         written = self.written
         if written is None or self.knobs.launch_enter_hook.calls:
             written = self._one_by_one
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         if not self.scratch:
-            written(stream, 0, y.data_ptr(), *pointers)
-            return y
+            written(stream, 0, y, *pointers)
+            return
         # no tensor: making one takes longer than the memory. Given back before the kernels have
         # run, it goes to work that comes after them on this stream
         scratch = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.scratch, stream)
         try:
-            written(stream, scratch, y.data_ptr(), *pointers)
+            written(stream, scratch, y, *pointers)
         finally:
             torch._C._cuda_cudaCachingAllocator_raw_delete(scratch)
-        return y
 
     def _one_by_one(self, stream: int, scratch: int, y: int, *inputs: int) -> None:
         given = (*inputs, y)
@@ -243,6 +247,6 @@ def replay_of(
     if len(used) < len(given):
         return None
     written, knobs = _written(steps, len(inputs))
-    columns = y.shape[-1]
+    columns = y.shape[-1] if y.ndim else 1
     shape = (y.numel() // columns, columns)
     return Replay(y.get_device(), shape, (columns, 1), y.dtype, size, tuple(steps), written, knobs)

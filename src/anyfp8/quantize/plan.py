@@ -17,7 +17,7 @@ import torch
 from anyfp8.launcher import Launcher, Started, recorded, recording
 from anyfp8.problem import QTensor
 from anyfp8.quantize.launch import target_of
-from anyfp8.replay import empty_strided
+from anyfp8.replay import Replay, empty_strided, replay_of
 
 MAX_PLANS = 4096
 
@@ -25,45 +25,30 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 @dataclass(frozen=True)
-class Step:
-    """One launch: `runner(*template)` with pointers at the positions of `slots`."""
-
-    runner: Callable[..., None]
-    template: tuple[Any, ...]
-    slots: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What to do for a call.
 
     Attributes:
-        device: index of the GPU.
-        steps: launches, whose slots name tensors: first those given, then those of `make`.
-        make: allocate what was not given: data and scale first (where they were not), then scratch.
+        replay: its launches on the inputs, the data and the scale.
+        make_data, make_scale: allocate what is not given.
         scale_shape: of the result's scale.
         rest: block, fmt and packed of the result.
     """
 
-    device: int
-    steps: tuple[Step, ...]
-    make: tuple[Callable[[], torch.Tensor], ...]
+    replay: Replay
+    make_data: Callable[[], torch.Tensor]
+    make_scale: Callable[[], torch.Tensor]
     scale_shape: torch.Size
     rest: tuple[Any, ...]
 
     def run(
         self, inputs: Sequence[torch.Tensor], data: torch.Tensor | None, scale: torch.Tensor | None
     ) -> QTensor:
-        made = [make() for make in self.make]
-        q: torch.Tensor = made.pop(0) if data is None else data
-        s: torch.Tensor = made.pop(0) if scale is None else scale
-        pointers = [t.data_ptr() for t in (*inputs, q, s, *made)]
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        for step in self.steps:
-            arguments = list(step.template)
-            for position, tensor in step.slots:
-                arguments[position] = pointers[tensor]
-            step.runner(*arguments, stream=stream)
+        q = self.make_data() if data is None else data
+        s = self.make_scale() if scale is None else scale
+        pointers = [tensor.data_ptr() for tensor in inputs]
+        pointers.append(q.data_ptr())
+        self.replay.launch(pointers, s.data_ptr())
         if s.shape != self.scale_shape:
             s = s.reshape(self.scale_shape)
         return QTensor(q, s, *self.rest)
@@ -96,7 +81,7 @@ def planned(
     if plan is None:
         with recording() as launches:
             result = full()
-        plan = _plan_of(launches, inputs, data, scale, result)
+        plan = _plan_of(launches, inputs, result)
         if plan is not None:
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
@@ -121,47 +106,18 @@ def _form_of(tensor: torch.Tensor | None) -> Any:
 
 
 def _plan_of(
-    launches: Sequence[Started],
-    inputs: Sequence[torch.Tensor],
-    data: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    result: QTensor,
+    launches: Sequence[Started], inputs: Sequence[torch.Tensor], result: QTensor
 ) -> Plan | None:
     """None where a launch took part of a tensor or a copy, or tensors share memory."""
-    tensors = [*inputs, result.data, result.scale]
-    own = {t.untyped_storage().data_ptr() for t in tensors}
-    numbers = {t.data_ptr(): number for number, t in enumerate(tensors)}
-    make = [_maker(t) for t, there in ((result.data, data), (result.scale, scale)) if there is None]
-    if len(numbers) < len(tensors) or len(own) < len(tensors):
+    data, scale = result.data, result.scale
+    tensors = [*inputs, data, scale]
+    if len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors):
         return None
-    steps, used = [], set()
-    for runner, arguments in launches:
-        if runner is None:
-            return None
-        template, slots = list(arguments), []
-        for position, argument in enumerate(arguments):
-            if not isinstance(argument, torch.Tensor):
-                continue
-            at = argument.data_ptr()
-            if at not in numbers:
-                if argument.untyped_storage().data_ptr() in own:
-                    return None
-                numbers[at] = len(numbers)
-                make.append(_maker(argument))
-            slots.append((position, numbers[at]))
-            used.add(numbers[at])
-            template[position] = 0
-        steps.append(Step(runner, tuple(template), tuple(slots)))
-    if not used.issuperset(range(len(tensors))):
+    replay = replay_of(launches, tensors[:-1], scale)
+    if replay is None:
         return None
-    device = inputs[0].get_device()
-    return Plan(
-        device,
-        tuple(steps),
-        tuple(make),
-        result.scale.shape,
-        (result.block, result.fmt, result.packed),
-    )
+    rest = (result.block, result.fmt, result.packed)
+    return Plan(replay, _maker(data), _maker(scale), scale.shape, rest)
 
 
 def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
