@@ -225,6 +225,8 @@ _GROUP_TILES_TWICE = (
     TileConfig(64, 64, 128, 8, 4, 6),
     TileConfig(64, 32, 128, 8, 4, 6),
 )
+# three an SM, where that is one wave: 22.7 µs at 6144 x 4096, M = 512; 128x256 takes 27.4
+_THIRD = TileConfig(64, 128, 128, 8, 4, 3)
 # for so few columns that narrow tiles are one wave too: 8.7 µs at 2112 x 7168, M = 64; 32 columns
 # take 10.0
 _NARROW = TileConfig(64, 16, 256, 8, 4, 8)
@@ -233,15 +235,26 @@ _NARROW = TileConfig(64, 16, 256, 8, 4, 8)
 def _group_tile(problem: Problem, sms: int) -> TileConfig:
     """Where warp groups multiply: 64 rows at least, the fewest that FP8 products have there."""
     m, n, twice = max(problem.m, 1), problem.n, sums_kept(problem) == 2
+    if not twice and 2 * sms < -(-m // 64) * -(-n // 128) <= 3 * sms:
+        return _THIRD
     for tile in _GROUP_TILES_TWICE if twice else _GROUP_TILES:
         count = -(-m // tile.block_m) * -(-n // tile.block_n)
         if tile.block_m > 64 >= m or 10 * count < 7 * sms:
+            continue
+        # 192 tiles leave half of a second wave idle, 384 half as large ones do not: at 6144 x 4096,
+        # M = 1024 52.2 and 44.2 µs
+        if tile.block_n == 256 and _fill(count, sms) < 0.8 * _fill(2 * count, sms):
             continue
         # more than one wave of this one: two fit an SM with half the ring
         halved = count > sms and tile.block_m == 64
         return replace(tile, block_k=128, num_stages=4) if halved else tile
     low = _GROUP_TILES_TWICE[-1] if twice else _GROUP_TILES[-1]
     return _NARROW if -(-m // 64) * -(-n // 16) <= sms else low
+
+
+def _fill(tiles: int, sms: int) -> float:
+    """Share of the waves' places that have a tile."""
+    return tiles / (-(-tiles // sms) * sms)
 
 
 def _swapped_tile(problem: Problem, sms: int) -> TileConfig | None:
