@@ -59,13 +59,14 @@ _SCALES_PTX = tl.constexpr("""
     mov.f32 $0, scale;
 }
 """)
-# magnitudes of two 16-bit values in order: one exponent step more makes inf and NaN negative
+# magnitudes of two 16-bit values in order: one exponent step more makes inf and NaN negative, and
+# carries nothing. Not add.s16x2: where registers are short ptxas 12.8 splits one and adds 0
 _ORDERED_PAIR_PTX = tl.constexpr("""
 {
     .reg .b32 pair;
     mov.b32 pair, {$1, $2};
     and.b32 pair, pair, 0x7FFF7FFF;
-    add.s16x2 $0, pair, $3;
+    add.u32 $0, pair, $3;
 }
 """)
 # magnitudes of two 16-bit values as they are

@@ -4,7 +4,7 @@ A program takes ROWS × GROUPS groups as a [ROWS · GROUPS, G] tile. A group of 
 wide, so its maximum needs no shared memory. Scales go where their strides say; packed ones are
 single bytes of int32 words (four groups a word, unused bytes 0). Where rows are the scales' fast
 axis they are the tile's too, so that a warp's scale stores touch neighbours. Few rows are bound by
-the instructions that each launch fetches (67 for a whole tile of one row, H200), so that masks, a
+the instructions that each launch fetches (65 for a whole tile of one row, H200), so that masks, a
 second stride and the exchange of scales between warps are left out where they can be.
 """
 
@@ -67,6 +67,7 @@ def quantize_group_kernel(
 
     Grid: blocks of groups, of rows (ROWS_FIRST: the other way round), outer. THREADS share a group.
     WHOLE: every block has GROUPS groups of G columns. SPARE: a tile has fewer values than threads.
+    NAN_TO_ZERO: False, or where NaN is replaced: in "values" (SM90, 16 bits) or in "codes".
     """
     # axes, not a division: it would delay the load by a tenth of a microsecond
     group_block = tl.program_id(1 if ROWS_FIRST else 0)
@@ -110,11 +111,11 @@ def quantize_group_kernel(
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
     amax = finite_amax(x, PACKED_MAX, THREADS)  # [ROWS · GROUPS]
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
-    if NAN_TO_ZERO and PACKED_MAX:
+    if NAN_TO_ZERO == "values":
         # while lanes exchange maxima
         x = pairs_nan_to_zero(x)
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
-    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO and not PACKED_MAX)
+    q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO == "codes")
     q_row = x_row if q_inner is None else offset(rows, q_inner)
     tl.store(q_ptr + q_row[:, None] + cols, q, mask=mask)
 

@@ -8,6 +8,7 @@ kernel writes each directly. The padding rows of the aligned layouts hold anythi
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,31 +44,49 @@ class GroupConfig:
     num_warps: int
 
 
+# (most values of a tensor, values of a program, its warps), from groups of 128 on an H200. Few
+# values are bound by the instructions that each launch fetches: (1024, 8) has 65 and takes 1.24 µs
+# for 16 rows of 4096 columns, (512, 4) and (1024, 4) 1.30. Many: (1024, 1) 13.95 and (2048, 4)
+# 14.14 µs for 4096 rows; between them 7.87 with (4096, 4), 7.92 and 7.98 for 2048 rows
+_ROW_TILES = (
+    (5 << 16, 1024, 8),
+    (7 << 20, 2048, 4),
+    (11 << 20, 4096, 4),
+    (math.inf, 1024, 1),
+)
+# (1024, 8) 1.27, (1024, 1) 1.33 µs for 16 rows; (2048, 4) 1.76, (1024, 1) 1.84 for 256
+_COLUMN_TILES = (
+    (5 << 15, 1024, 8),
+    (5 << 16, 1024, 1),
+    (5 << 18, 2048, 4),
+    (math.inf, 1024, 1),
+)
+# values a thread from which NaN is replaced in the codes: for 256 rows of 4096 columns (16 values)
+# that takes 1.4 % and 3 % before the multiplication, where fewer rows (4 values) show neither
+_VALUES_FOR_CODES = 16
+
+
 @functools.lru_cache(maxsize=4096)
 def group_config(
     m: int, n_groups: int, group: int, rows_fastest: bool = False, outer: int = 1
 ) -> GroupConfig:
-    """Small tiles while all groups fit on the GPU at once, so that every SM has some; then larger.
+    """Four values a thread while all fit on the GPU at once, so that every SM has some; then more.
 
     Args:
         m: rows of the inner level. outer: of the outer level.
     """
     block = next_power_of_2(group)
-    if rows_fastest:
-        # a warp's scale stores touch eight neighbours. H200, K = 12288: 1.75, 4.25 and 37.2 µs at
-        # 16, 256 and 4096 rows; 4 x 4 groups of 4 warps take 1.75, 4.28 and 37.8
-        rows = min(8, next_power_of_2(m))
-        across = min(max(1, 1024 // block // rows), next_power_of_2(n_groups))
-        return GroupConfig(rows, across, 1)
-    total = outer * m * n_groups
-    # 4 values a thread while the GPU is not full: instructions are fetched anew by each launch, so
-    # that every line of them counts; later, fewer programs. H200, warm L2, (values of a program,
-    # warps) at K = 4096: (512, 4) 1.30, (1024, 4) 1.32, (1024, 8) 1.33 µs at 8 rows; 1.36, 1.33,
-    # 1.30 at 16; (1024, 8) 2.00 and (2048, 4) 1.81 at 256
-    values, warps = (512, 4) if total <= 256 else (1024, 8) if total < 4096 else (2048, 4)
+    total = outer * m * n_groups * block
+    tiles = _COLUMN_TILES if rows_fastest else _ROW_TILES
+    values, warps = next(tile for most, *tile in tiles if total <= most)
     items = max(1, values // block)
-    across = min(items, next_power_of_2(n_groups))
-    rows = min(items // across, next_power_of_2(m))
+    if rows_fastest:
+        # a warp's scale stores touch eight neighbours
+        rows = min(8, next_power_of_2(m))
+        across = min(max(1, items // rows), next_power_of_2(n_groups))
+    else:
+        across = min(items, next_power_of_2(n_groups))
+        rows = min(items // across, next_power_of_2(m))
     return GroupConfig(rows, across, max(1, min(warps, rows * across * block // 128)))
 
 
@@ -220,6 +239,8 @@ def launch_groups(
         block = next_power_of_2(group)
         threads = threads_of(c.rows * c.groups, block, c.num_warps)
         written = -(-n_groups // 4) * 4 if result.packed else n_groups
+        few = c.rows * c.groups * block < 32 * c.num_warps * _VALUES_FOR_CODES
+        maxima = target.maxima(x, block)
         whole = block == group and k % group == 0 and written % c.groups == 0 and not result.packed
         grid = (-(-written // c.groups), -(-rows.inner // c.rows), rows.outer)
         rows_first = grid[1] > MAX_OUTER
@@ -245,7 +266,7 @@ def launch_groups(
         }
         constants = dict(
             **target.numerics(result.fmt),
-            **target.maxima(x, block),
+            **maxima,
             WHOLE=whole,
             SPARE=c.rows * c.groups * block < 32 * c.num_warps,
             G=group,
@@ -259,7 +280,7 @@ def launch_groups(
             PACKED=result.packed,
             COUNTS=counts_mode,
             SILU_MUL=silu_mul,
-            NAN_TO_ZERO=nan_to_zero,
+            NAN_TO_ZERO=nan_to_zero and ("values" if few and maxima["PACKED_MAX"] else "codes"),
             PDL=pdl and target.has_pdl,
         )
         use_pdl = constants["PDL"]

@@ -16,7 +16,7 @@ from anyfp8 import fp8, quantize, reference, testing
 from anyfp8.problem import QTensor
 from anyfp8.quantize.per_group import GroupConfig
 from anyfp8.quantize.per_token import TokenConfig
-from anyfp8.tools.quantize_inputs import exact_rows, norm_weight, odd_rows
+from anyfp8.tools.quantize_inputs import exact_rows, largest_anywhere, norm_weight, odd_rows
 
 COLUMNS = (16, 100, 576, 4096, 12288, 28672)
 ROWS = (0, 1, 3, 17, 257)
@@ -89,6 +89,14 @@ def _token_cases() -> Iterator[Case]:
             lambda dtype=dtype: odd_rows(dtype),
             quantize.per_token,
             reference.quantize_per_token,
+        )
+    for k, dtype in ((576, torch.bfloat16), (768, torch.float16), (4096, torch.bfloat16)):
+        yield Case(
+            f"token-largest-anywhere-k{k}-{_name(dtype)}",
+            lambda k=k, dtype=dtype: largest_anywhere(k, dtype),
+            quantize.per_token,
+            reference.quantize_per_token,
+            True,
         )
     for dtype in (torch.bfloat16, torch.float16):
         yield Case(
@@ -219,6 +227,16 @@ def _group_cases() -> Iterator[Case]:
                 ),
                 lambda x, layout=layout: _grouped(x, 128, layout, False, fp8.E4M3FN),
             )
+    for group in GROUPS:
+        for layout in ("row", "tma", "packed"):
+            for dtype in (torch.bfloat16, torch.float16):
+                yield _group_case(
+                    f"group{group}-{layout}-largest-anywhere-{_name(dtype)}",
+                    lambda dtype=dtype: largest_anywhere(256, dtype),
+                    group,
+                    layout,
+                    slow=True,
+                )
     yield _group_case("group100-ragged", _rows(5, 576, torch.bfloat16), 100)
     yield _group_case("group128-ragged-column", _rows(5, 576, torch.bfloat16), 128, "column")
 

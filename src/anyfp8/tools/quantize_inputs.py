@@ -36,6 +36,14 @@ def odd_rows(dtype: torch.dtype, k: int = 256) -> torch.Tensor:
     return x
 
 
+def largest_anywhere(k: int, dtype: torch.dtype) -> torch.Tensor:
+    """[k, k] whose row r has its largest value in column r; no other is less than 0.6 of it."""
+    generator = torch.Generator().manual_seed(k)
+    x = 0.6 + 0.3 * torch.rand(k, k, generator=generator)
+    x.fill_diagonal_(1.0)
+    return torch.where(torch.rand(k, k, generator=generator) < 0.5, x, -x).to(dtype)
+
+
 def exact_rows(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     """[m, k] small integers times a power of two a row: their squares add up exactly in fp32."""
     generator = torch.Generator().manual_seed(m * 131 + k)
