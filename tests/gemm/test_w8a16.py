@@ -7,12 +7,16 @@ import sys
 from itertools import islice
 
 import pytest
+import torch
 
 from anyfp8.device import ARCHES, CATALOGUE, CPU, find_device, generic_device
 from anyfp8.errors import InputError
+from anyfp8.gemm.base import CanonicalWeight
 from anyfp8.gemm.compile import compile_for
+from anyfp8.gemm.launch import use_target
 from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
 from anyfp8.gemm.w8a16_chunks import SCRATCH_BYTES, chunk_rows, lanes_for
+from anyfp8.gemm.w8a16_run import registers_of
 from anyfp8.problem import Problem, Scheme
 
 pytest.importorskip("triton")
@@ -232,6 +236,39 @@ def test_two_codes_are_decoded_by_four_instructions_on_an_a100():
     for instruction in ("prmt.b32", "shl.b32", "and.b32", "fma.rn.bf16x2"):
         assert len(re.findall(rf"\b{re.escape(instruction)}\b", ptx)) >= 32
     assert "ldmatrix" in ptx
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "want"),
+    [
+        ("sm_80", "gemv", None),
+        ("sm_80", "eight", 168),
+        ("sm_80", "sliced", None),
+        ("sm_90", "eight", 168),
+        ("sm_90", "paired", None),
+        ("gfx942", "gemv", None),
+    ],
+)
+def test_launch_and_source_give_few_tokens_the_same_registers(arch, name, want):
+    device, config = generic_device(ARCHES[arch]), KERNELS[name]
+    problem = Problem("linear", Scheme("channel"), config.block_m, 256, 4096)
+    source = BACKEND.source(problem, config, device)
+    x = torch.empty(config.block_m, 4096, dtype=torch.bfloat16, device="meta")
+    codes = torch.empty(256, 4096, dtype=torch.uint8, device="meta")
+    weight = CanonicalWeight(codes, torch.empty(256, 1, device="meta"), problem.scheme)
+    found = []
+    with use_target(device, found.append):
+        BACKEND.run(x, weight, problem, config)
+    assert found[0].options.get("maxnreg") == source.registers == want
+    if arch != "gfx942":
+        ptx = compile_for(source, ARCHES[arch]).asm["ptx"]
+        assert re.findall(r"\.maxnreg (\d+)", ptx) == ([str(want)] if want else [])
+
+
+def test_one_token_may_take_all_registers():
+    config = W8A16Config("gemv", 1, 8, 512, 1, 1, 2, 4)
+    assert registers_of(config, find_device("NVIDIA H200")) == 255
+    assert registers_of(config, generic_device(ARCHES["gfx942"])) is None
 
 
 @pytest.mark.slow

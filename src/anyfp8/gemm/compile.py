@@ -26,6 +26,7 @@ class Source:
         signature: (argument, Triton type) of each argument that is not a constant.
         constants: (argument, value) of each compile-time constant.
         aligned: arguments divisible by 16 (pointers: aligned to 16 bytes).
+        registers: as in `Launch`.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class Source:
     aligned: frozenset[str]
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
     def load(self) -> Any:
         module, name = self.kernel.split(":")
@@ -90,6 +92,8 @@ def compile_for(source: Source, arch: Arch) -> Any:
         # as launches say; see `gemm.launch`
         "enable_fp_fusion": True,
     }
+    if source.registers is not None:
+        options["maxnreg"] = source.registers
     return with_cache(
         lambda: triton.compile(
             ASTSource(kernel, signature, constants, attributes),

@@ -29,6 +29,7 @@ class Launch:
         values: run-time arguments in the kernel's order: tensors and integers.
         constants: compile-time arguments by name.
         pdl: programmatic dependent launch: start while the previous kernel of the stream drains.
+        registers: the most that a thread may take, on NVIDIA; None leaves it to ptxas.
     """
 
     kernel: Any
@@ -38,6 +39,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     pdl: bool = False
+    registers: int | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -51,7 +53,8 @@ class Launch:
     def options(self) -> dict[str, Any]:
         # said because Triton's default is to change after 3.9: a product and a sum round once
         fusion = {"enable_fp_fusion": True}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | fusion
+        most = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | fusion | most
 
 
 _forced: ContextVar[tuple[Device, Callable[[Launch], None]] | None]

@@ -3,8 +3,7 @@
 One byte a weight is stored and read; codes become fp16 or bf16 in registers, exactly, and scales
 are applied in fp32 after the product (inside it where they change along K). Four kinds of kernel by
 the number of tokens: CUDA cores for one, a tile whose warps split K, a plain tile, and for many
-tokens the 16-bit library product over a weight that is dequantized in chunks of rows, which nothing
-written in Triton beats there.
+tokens the 16-bit library product over a weight that is dequantized in chunks of rows.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from anyfp8.gemm.w8a16_run import (
     fewest_tokens,
     fused,
     load_kernel,
+    registers_of,
     scale_facts,
     scale_step,
 )
@@ -231,9 +231,9 @@ class TritonW8A16(Backend):
             stages = 4 if per_sm <= 32 else 3
             return W8A16Config("fused", 16, 16, 128, 1, 4, 4, stages), 1
         if m <= 32 and groups:
-            # K in four parts: 13.3 (15.5) at 6144 x 4096, 21.7 (24.0) at 4096 x 12288; 35.7 (36.1)
-            # at 24576 x 4096
-            return W8A16Config("paired", 32, 64, 128, 1, 1, 4, 4), 3
+            # K in four parts: 13.3 (15.5) at 6144 x 4096, 21.7 (24.0) at 4096 x 12288; in two: 36.0
+            # (38.3) at 24576 x 4096
+            return W8A16Config("paired", 32, 128 if wide else 64, 128, 1, 1, 4, 3 if wide else 4), 3
         if m <= 32 and per_sm <= 32:
             # 22.3 (24.0) at 4096 x 12288
             return W8A16Config("fused", 32, 32, 64, 1, 4, 4, 5), 1
@@ -339,6 +339,7 @@ class TritonW8A16(Backend):
             pointers | aligned((name, v) for name, v in integers.items() if v != 1),
             config.num_warps,
             config.num_stages,
+            registers_of(config, device),
         )
 
     def constants(self, problem: Problem, config: W8A16Config, device: Device) -> dict[str, object]:
