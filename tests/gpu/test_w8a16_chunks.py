@@ -7,6 +7,7 @@ import torch
 
 from anyfp8 import testing_gemm
 from anyfp8.device import current_device
+from anyfp8.errors import InputError
 from anyfp8.gemm import w8a16_chunks
 from anyfp8.gemm.triton_w8a16 import BACKEND, W8A16Config
 from anyfp8.linear import Fp8Linear
@@ -108,6 +109,25 @@ def test_a_capture_holds_both_streams_and_its_replays_equal_eager_calls(lanes):
         found = y.clone()
         call()
         assert torch.equal(found, y)
+
+
+def test_a_refusal_before_the_first_product_leaves_a_capture_whole(lanes, monkeypatch):
+    x, _, call = call_of(Scheme("channel"))
+    lanes(2)
+    call()
+
+    def refuse(*_):
+        raise InputError("no")
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), monkeypatch.context() as patched:
+        patched.setattr(w8a16_chunks, "_dequantize", refuse)
+        with pytest.raises(InputError):
+            call()
+        doubled = 2 * x
+    graph.replay()
+    assert torch.equal(doubled, 2 * x)
+    call()
 
 
 def test_threads_on_streams_of_their_own_do_not_meet(lanes):

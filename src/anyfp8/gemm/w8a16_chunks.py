@@ -9,10 +9,8 @@ of its own, so that the capture of one never meets eager work of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -63,12 +61,18 @@ def chunked(
     lanes = lanes_for(x.shape[0], n, k, facts_of(x))
     step = chunk_rows(n, k, lanes)
     scratch = x.new_empty((lanes, step, k))
-    with _streams(x, lanes) as streams:
+    second = None
+    if lanes == 2 and x.is_cuda and not redirected():
+        second = _Second(torch.cuda.current_stream(x.device))
+    try:
         for number, first in enumerate(range(0, n, step)):
             last = min(first + step, n)
             w = scratch[number % lanes, : last - first]
-            with torch.cuda.stream(streams[number % lanes]):
+            with torch.cuda.stream(second.stream if second and number % 2 else None):
                 _dequantize(codes, scale, scheme, by_row if relative else None, first, w)
+                if second and number == 0:
+                    # not earlier: the first product would wait for two chunks
+                    second.fork()
                 part_bias = None if bias is None else bias[first:last]
                 target = y[:, first:last]
                 if relative:
@@ -81,25 +85,29 @@ def chunked(
                 else:
                     ones = torch.ones_like(scale.reshape(-1)[:1])
                     sum_parts(_product_fp32(x, w)[None], ones, 0, part_bias, target)
-
-
-@contextmanager
-def _streams(x: torch.Tensor, lanes: int) -> Iterator[list[Any]]:
-    """The streams that take chunks by turns; None stands for the current one.
-
-    Whatever came before on the current stream is done when they begin, and they are done when what
-    comes after does: the caller, its graph's capture and its allocator see one stream.
-    """
-    if lanes == 1 or not x.is_cuda or redirected():
-        yield [None] * lanes
-        return
-    main = torch.cuda.current_stream(x.device)
-    beside = _beside(x.get_device(), main.cuda_stream)
-    beside.wait_stream(main)
-    try:
-        yield [None, beside]
     finally:
-        main.wait_stream(beside)
+        if second:
+            second.join()
+
+
+class _Second:
+    """The stream beside the current one, from `fork` to `join`.
+
+    Outside of the two there is one stream only: for the caller, a graph's capture, the allocator.
+    """
+
+    def __init__(self, main: torch.cuda.Stream) -> None:
+        self.main, self.forked = main, False
+        self.stream = _beside(main.device_index, main.cuda_stream)
+
+    def fork(self) -> None:
+        self.stream.wait_stream(self.main)
+        self.forked = True
+
+    def join(self) -> None:
+        # a capture that the other stream never came into must not wait for it
+        if self.forked:
+            self.main.wait_stream(self.stream)
 
 
 @cache
