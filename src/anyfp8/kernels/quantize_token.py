@@ -73,12 +73,15 @@ def quantize_token_kernel(
         tail = _load(x_at, tail_cols, tail_mask, K, SILU_MUL)  # [ROWS, TAIL_K]
     s_at = s_ptr + offset(rows, s_inner)
     amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, not NAN_TO_ZERO)  # [ROWS]
+    # before the branch, for both ways: while warps wait for each other. The tail too would take 8
+    # registers more, and so a program of each SM's four
+    values = to_fp32(x, PACKED_MAX)
     if NAN_TO_ZERO:
         if any_not_finite(amax):
             # a way of its own to the end: where all is finite the other has one comparison more
-            amax = _amax(x, tail, TAIL_K, PACKED_MAX, THREADS, True)
+            amax = _amax(values, to_fp32(tail, PACKED_MAX), TAIL_K, False, THREADS, True)
             scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)
-            y = nan_to_zero(to_fp32(x, PACKED_MAX)) * inverse[:, None]
+            y = nan_to_zero(values) * inverse[:, None]
             tl.store(q_at + cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=mask)
             if TAIL_K:
                 y = nan_to_zero(to_fp32(tail, PACKED_MAX)) * inverse[:, None]
@@ -88,7 +91,7 @@ def quantize_token_kernel(
                 tl.extra.cuda.gdc_launch_dependents()
             return
     scale, inverse = scales_of(amax, floor, FP8_MAX, False, PTX)  # [ROWS]
-    y = to_fp32(x, PACKED_MAX) * inverse[:, None]
+    y = values * inverse[:, None]
     tl.store(q_at + cols, encode(y, FP8_DTYPE, FP8_MAX, ENCODE), mask=mask)
     if TAIL_K:
         y = to_fp32(tail, PACKED_MAX) * inverse[:, None]

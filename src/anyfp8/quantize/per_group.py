@@ -50,20 +50,25 @@ class GroupConfig:
 # 14.14 µs for 4096 rows; between them 7.87 with (4096, 4), 7.92 and 7.98 for 2048 rows
 _ROW_TILES = (
     (5 << 16, 1024, 8),
+    (7 << 17, 2048, 4),
+    (5 << 18, 4096, 8),
     (7 << 20, 2048, 4),
     (11 << 20, 4096, 4),
     (math.inf, 1024, 1),
 )
-# (1024, 8) 1.27, (1024, 1) 1.33 µs for 16 rows; (2048, 4) 1.76, (1024, 1) 1.84 for 256
+# (1024, 8) 1.27, (1024, 1) 1.33 µs for 16 rows; (4096, 8) 1.75, (2048, 4) 1.76, (1024, 1) 1.84 for
+# 256
 _COLUMN_TILES = (
     (5 << 15, 1024, 8),
     (5 << 16, 1024, 1),
-    (5 << 18, 2048, 4),
+    (7 << 17, 2048, 4),
+    (5 << 18, 4096, 8),
     (math.inf, 1024, 1),
 )
-# values a thread from which NaN is replaced in the codes: for 256 rows of 4096 columns (16 values)
-# that takes 1.4 % and 3 % before the multiplication, where fewer rows (4 values) show neither
-_VALUES_FOR_CODES = 16
+# values of a tensor from which NaN is replaced in the codes: for 256 rows of 4096 columns that
+# takes 1.0 to 1.5 %, and 2.4 to 3.7 before the multiplication; for 64 of 12288 1.6 to 2.3 and 0.7
+# to 1.8, for fewer nothing before it
+_CODES_FROM = 7 << 17
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,7 +244,7 @@ def launch_groups(
         block = next_power_of_2(group)
         threads = threads_of(c.rows * c.groups, block, c.num_warps)
         written = -(-n_groups // 4) * 4 if result.packed else n_groups
-        few = c.rows * c.groups * block < 32 * c.num_warps * _VALUES_FOR_CODES
+        few = rows.outer * rows.inner * n_groups * block < _CODES_FROM
         maxima = target.maxima(x, block)
         whole = block == group and k % group == 0 and written % c.groups == 0 and not result.packed
         grid = (-(-written // c.groups), -(-rows.inner // c.rows), rows.outer)
