@@ -51,10 +51,15 @@ class Scratch:
 
 Step = tuple[Runner, tuple[Any, ...]]
 
-# (size, strides, dtype) -> a tensor on the current GPU, past torch's dispatcher, which takes half
-# the time; what Inductor's generated code calls
-_guards: Any = torch._C._dynamo.guards
-empty_strided: Callable[..., torch.Tensor] = _guards._empty_strided_cuda
+
+def _empty_strided(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+
+# (size, strides, dtype) -> a tensor on the current GPU. What Inductor's generated code calls is past
+# torch's dispatcher and takes half the time, but nothing promises that it stays there
+_guards: Any = getattr(torch._C._dynamo, "guards", None)
+empty_strided: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty_strided)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
