@@ -146,7 +146,7 @@ problem = testing_gemm.problem_of(layer, dtype, True)
 wanted = testing_gemm.oracle(layer, False, True, dtype)
 for lanes, want in ((1, 64), (2, 32)):
     w8a16_chunks.lanes_for = lambda *_, lanes=lanes: lanes
-    assert w8a16_chunks.chunk_rows(330, 96, lanes) == want
+    assert w8a16_chunks.chunk_rows(layer.x.shape[0], 330, 96, lanes) == want
     found = testing_gemm.check(BACKEND, layer, wanted, problem, CPU, W8A16Config("chunked"))
     assert not found, (lanes, found)
 """
@@ -326,18 +326,22 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(config, want):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "whole", "half"),
+    ("n", "k", "whole", "halves", "many"),
     [
-        (6144, 4096, 6144, 3072),
-        (4096, 12288, 2048, 1024),
-        (24576, 4096, 8192, 4096),
-        (8192, 28672, 1024, 512),
-        (7, 3, 7, 256),
+        (6144, 4096, 6144, 3072, 1024),
+        (4096, 4096, 4096, 2048, 1024),
+        (4096, 12288, 2048, 1024, 1024),
+        (24576, 4096, 8192, 4096, 4096),
+        (8192, 28672, 1024, 512, 512),
+        (300, 4096, 300, 256, 256),
+        (7, 3, 7, 256, 256),
     ],
 )
-def test_the_scratch_of_many_tokens_is_bounded_and_its_chunks_are_one_size(n, k, whole, half):
-    for lanes, rows in ((1, whole), (2, half)):
-        assert chunk_rows(n, k, lanes) == rows
+def test_the_scratch_of_many_tokens_is_bounded_and_its_chunks_are_one_size(
+    n, k, whole, halves, many
+):
+    for m, lanes, rows in ((2048, 1, whole), (2048, 2, halves), (8192, 2, many)):
+        assert chunk_rows(m, n, k, lanes) == rows
         assert 2 * lanes * rows * k <= SCRATCH_BYTES == 64 << 20
 
 

@@ -25,22 +25,32 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 64 << 20
 # elements that a program dequantizes: two loads of 16 bytes a thread
 _DEQUANTIZED = 4096
-# operations of a product that is worth a second stream's events
+# operations of a product that two streams make faster
 _LONG = 1 << 37
+# elements of y that a chunk gives where the scratch would hold more
+_OUTPUTS = 1 << 23
 
 
 def lanes_for(m: int, n: int, k: int, device: Device) -> int:
-    """Streams that share the chunks: two where each has a product of some length to do."""
-    if device.vendor != "nvidia" or 2 * m * n * k < _LONG:
-        return 1
-    return 2
+    """Streams that share the chunks: two where a product takes longer than what it costs to share.
+
+    H200, bf16 / ours of Qwen3-8B's shapes: 0.973 instead of 0.952 at 8,192 tokens, 0.949 instead of
+    0.931 at 4,096; 4096 x 4096 at 2,048 is slower with two.
+    """
+    return 2 if device.vendor == "nvidia" and 2 * m * n * k >= _LONG else 1
 
 
-def chunk_rows(n: int, k: int, lanes: int = 1) -> int:
-    """Rows of w that are dequantized at once: chunks of one size, in tiles of the library's."""
+def chunk_rows(m: int, n: int, k: int, lanes: int = 1) -> int:
+    """Rows of w that are dequantized at once: chunks of one size, in tiles of the library's.
+
+    A weight of which each stream could take a half is cut smaller where tokens are many: 0.978
+    instead of 0.962 of bf16 at 4096 x 4096, M = 8192.
+    """
     most = max(SCRATCH_BYTES // (2 * k * lanes), 16)
     if n <= most and lanes == 1:
         return n
+    if n <= most * lanes:
+        most = min(most, -(-n // (lanes * 256)) * 256, max(_OUTPUTS // m, 1024))
     tile = 256 if most >= 256 else 16
     chunks = max(-(-n // (most // tile * tile)), lanes)
     return -(-n // (chunks * tile)) * tile
@@ -58,8 +68,9 @@ def chunked(
     n, k = codes.shape
     relative = x.dtype == torch.float16 or y.dtype != x.dtype
     by_row = _row_scale(scale, scheme, n) if relative else scale
-    lanes = lanes_for(x.shape[0], n, k, facts_of(x))
-    step = chunk_rows(n, k, lanes)
+    m = x.shape[0]
+    lanes = lanes_for(m, n, k, facts_of(x))
+    step = chunk_rows(m, n, k, lanes)
     scratch = x.new_empty((lanes, step, k))
     second = None
     if lanes == 2 and x.is_cuda and not redirected():
