@@ -91,12 +91,21 @@ def test_a_row_whose_tiles_would_take_another_wave_leaves_m_to_the_next_larger_o
         assert chosen(m, *rows).config == TileConfig(**wide)
     for m in (257, 320):
         assert chosen(m, *rows).config == TileConfig(**B)
-        assert "M=256 would take another wave" in chosen(m, *rows).reason
+        assert "M=256 would take longer" in chosen(m, *rows).reason
         assert chosen(m, rows[0], default).backend == "torch_scaled_mm"
     # no larger row within four times M, or tiles of which all SMs hold more at once
     assert chosen(320, rows[0]).config == TileConfig(**wide)
     shallow = replace(row(256, wide | {"num_stages": 2}), n=4096)
     assert chosen(320, shallow, rows[1]).config.num_stages == 2
+
+    # two of them on an SM take longer than one, but less than twice as long
+    def timed(us):
+        return chosen(320, replace(shallow, us=10.0), replace(rows[1], us=us)).config
+
+    assert timed(12.5) == TileConfig(**B)
+    assert timed(14.0).num_stages == 2
+    # a smaller M's tiles are as many as were measured, whatever the larger row takes
+    assert chosen(250, replace(shallow, us=10.0), replace(rows[1], us=9.0)).config.num_stages == 2
 
 
 def test_the_kill_switch_restores_the_default_path():

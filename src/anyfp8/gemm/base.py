@@ -192,6 +192,10 @@ class Backend:
         """How often the SMs are filled with tiles of a configuration; 1 where that is not known."""
         return 1
 
+    def tiles_an_sm(self, config: Config, problem: Problem, device: Device) -> int:
+        """How many tiles the busiest SM computes, at once or not; 1 where that is not known."""
+        return 1
+
     def lowered(self, config: Config, problem: Problem, device: Device) -> Config | None:
         """The nearest legal configuration to one that is not, or None."""
         return None

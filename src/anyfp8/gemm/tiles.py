@@ -132,10 +132,12 @@ class TileBackend(Backend):
 
     def waves(self, config: Config, problem: Problem, device: Device) -> int:
         assert isinstance(config, TileConfig)
-        rows = -(-max(problem.m, 1) // config.block_m)
         per_sm = max(1, device.shared_memory // self.smem_bytes(config, problem, device))
-        slots = (device.sms or 1) * per_sm
-        return -(-rows * -(-problem.n // config.block_n) // slots)
+        return -(-_tiles(config, problem) // ((device.sms or 1) * per_sm))
+
+    def tiles_an_sm(self, config: Config, problem: Problem, device: Device) -> int:
+        assert isinstance(config, TileConfig)
+        return -(-_tiles(config, problem) // (device.sms or 1))
 
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
@@ -197,6 +199,10 @@ class TileBackend(Backend):
             if config.operand_bytes > _GOOD_OPERAND_BYTES:
                 return False
         return self.illegal(config, problem, device) is None
+
+
+def _tiles(config: TileConfig, problem: Problem) -> int:
+    return -(-max(problem.m, 1) // config.block_m) * -(-problem.n // config.block_n)
 
 
 def _warp_tile(problem: Problem, sms: int) -> TileConfig:

@@ -147,7 +147,7 @@ def nearest_m(ms: Iterable[int], m: int) -> int | None:
     """The M whose row serves m: nearest within a factor of 4, ties to the smaller.
 
     Above the largest row the largest serves; None where nothing is near. `Tables.find` goes on to
-    the next larger M where the nearest row's tiles would take another wave.
+    the next larger M where the nearest row would take longer with another row of tiles.
     """
     known = sorted(ms)
     if not known:

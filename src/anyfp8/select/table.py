@@ -33,9 +33,23 @@ log = logging.getLogger(__name__)
 
 # waves of tiles may grow this much faster than M before a row of a larger M serves instead
 _STRAIN = 1.2
+# tiles that an SM computes side by side take this power of their number in time: two 1.27 to 1.36
+# times as long as one, six 1.08 times as long as five (H200)
+_GROWTH = 0.4
 
-# backend, configuration, and what the row says: the backend's name or "default"
-Winner = tuple[Backend, Config, str]
+
+@dataclass(frozen=True)
+class Winner:
+    """What the rows of one M say.
+
+    Attributes:
+        what: the backend's name or "default". us: of one call, None of imported rows.
+    """
+
+    backend: Backend
+    config: Config
+    what: str
+    us: float | None
 
 
 @dataclass(frozen=True)
@@ -78,10 +92,10 @@ class Tables:
                 serving = self._serving(by_m, problem, device, willing)
                 if serving is None:
                     continue
-                m, (backend, config, what), why = serving
+                m, row, why = serving
                 lender = f" of {self.borrowed}" if self.borrowed else ""
-                reason = f"the row of M={m}{lender} says {what}{why}"
-                return Found(backend, config, source, reason, table.header.provenance)
+                reason = f"the row of M={m}{lender} says {row.what}{why}"
+                return Found(row.backend, row.config, source, reason, table.header.provenance)
         _say_once(
             f"no tuned row for N={problem.n}, K={problem.k}, {problem.scheme.name} on "
             f"{device.name}: the ranker decides; {file_name(device.name)} in ANYFP8_TABLE_DIR "
@@ -103,12 +117,12 @@ class Tables:
         if m is None or found is None:
             return None
         above = next((have for have in sorted(by_m) if m < have <= 4 * problem.m), None)
-        if above is None or not _strained(found, m, problem, device):
+        if m >= problem.m or found.what == "default" or above is None:
             return m, found, ""
         larger = self._winner(by_m[above], problem, device, willing)
-        if larger is None:
+        if larger is None or not _gives_way(found, larger, m, problem, device):
             return m, found, ""
-        return above, larger, f"; that of M={m} would take another wave of tiles"
+        return above, larger, f"; that of M={m} would take longer with another row of tiles"
 
     def _winner(
         self, rows: list[Row], problem: Problem, device: Device, willing: list[Backend]
@@ -118,11 +132,13 @@ class Tables:
             backend = by_name[row.backend]
             config = usable(row, backend, problem, device)
             if config is not None:
-                return backend, config, backend.name
-        if all(row.role != "default" for row in rows):
+                return Winner(backend, config, backend.name, row.us)
+        default = next((row for row in rows if row.role == "default"), None)
+        if default is None:
             return None
         backend = willing[0]
-        return backend, backend.default_config(problem, device), "default"
+        us = default.us if default.backend in ("", backend.name) else None
+        return Winner(backend, backend.default_config(problem, device), "default", us)
 
 
 def usable(row: Row, backend: Backend, problem: Problem, device: Device) -> Config | None:
@@ -143,19 +159,23 @@ def usable(row: Row, backend: Backend, problem: Problem, device: Device) -> Conf
     return low
 
 
-def _strained(found: Winner, m: int, problem: Problem, device: Device) -> bool:
-    """Whether a row of a smaller M is stretched past what was measured there.
+def _gives_way(row: Winner, larger: Winner, m: int, problem: Problem, device: Device) -> bool:
+    """Whether the row of m, stretched to the problem's M, is slower than that of the next larger M.
 
     One token more may need one row of tiles more, and where those no longer are on the SMs at
-    once, twice the time: 10.3 µs at M = 256 and 20.1 at 257 (4096 x 4096, H200), where the row of
-    384 takes 13.8. The next larger row then serves; it is never slower than what it measured.
+    once, twice the time: 10.1 µs at M = 256 and 18.4 at 257 (4096 x 4096, H200), where the row of
+    384 takes 13.7. Where they are, two share an SM. The larger M's row is never slower than what it
+    measured, which may even be less than at m.
     """
-    backend, config, what = found
-    if what == "default" or m >= problem.m:
+    asked = replace(problem, m=m)
+    waves = row.backend.waves(row.config, asked, device)
+    if row.backend.waves(row.config, problem, device) * m > _STRAIN * waves * problem.m:
+        return True
+    if row.us is None or larger.us is None:
         return False
-    measured = backend.waves(config, replace(problem, m=m), device)
-    waves = backend.waves(config, problem, device)
-    return waves * m > _STRAIN * measured * problem.m
+    tiles = row.backend.tiles_an_sm(row.config, asked, device)
+    growth = row.backend.tiles_an_sm(row.config, problem, device) / tiles
+    return growth > 1 and larger.us < row.us * growth**_GROWTH
 
 
 def _kinds(by_m: dict[int, list[Row]], willing: list[Backend]) -> set[str]:
