@@ -56,7 +56,7 @@ def _empty_strided(size: Sequence[int], strides: Sequence[int], dtype: torch.dty
     return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
 
 
-# (size, strides, dtype) -> a tensor on the current GPU. What Inductor's generated code calls is past
+# (size, strides, dtype) -> a tensor on this GPU. What Inductor's generated code calls is past
 # torch's dispatcher and takes half the time, but nothing promises that it stays there
 _guards: Any = getattr(torch._C._dynamo, "guards", None)
 empty_strided: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty_strided)
