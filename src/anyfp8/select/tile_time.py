@@ -1,8 +1,8 @@
 """µs of one W8A8 tile configuration: waves of tiles, each a pipeline of steps along K.
 
 A step takes about the longer of three: multiplying, moving its operands from L2 to the SM, and
-waiting for a round trip that the pipeline does not hide. The constants are fitted to 911 timings on
-an H200 (tests/data/gemm/), without those of every third M, from which the error that `explain`
+waiting for a round trip that the pipeline does not hide. The constants are fitted to 7,405 timings
+on an H200 (tests/data/gemm/), without those of every third M, from which the error that `explain`
 prints is computed.
 
 The surprise: below 64 rows Hopper has no FP8 product, so codes are converted to fp16 by the warps;
@@ -25,26 +25,29 @@ if TYPE_CHECKING:
     from anyfp8.device import Device
 
 # share of the published bandwidth
-_DRAM_SHARE = 0.925
-# bytes that one SM reads from L2 in a µs: 64 a clock
-_L2_BYTES_PER_SM = 1.44e5
-# µs: a kernel's start and end, a round trip to memory, a step, scales that change along K
-_LAUNCH_US, _TRIP_US, _STEP_US, _SCALES_US = 1.73, 0.389, 0.0165, 0.13
-# a warp group waits longer for its operands, but keeps steps in flight itself
-_GROUP_TRIPS, _LAG = 1.49, 0.464
+_DRAM_SHARE = 0.89
+# bytes that one SM reads from L2 in a µs: 64 a clock, fewer where rows are shorter than 128 bytes
+_L2_BYTES_PER_SM, _SHORT = 1.41e5, 0.643
+# µs: a kernel's start and end, a round trip to memory, scales that change along K
+_LAUNCH_US, _TRIP_US, _SCALES_US = 2.51, 0.601, 0.072
+# a warp group waits less long for its operands, but keeps steps in flight itself
+_GROUP_TRIPS, _LAG = 0.678, 0.98
 # µs: a step's barriers for each warp group
-_GROUP_STEP_US = 0.0182
+_GROUP_STEP_US = 0.0269
 # how nearly the longest of three, or of two, is all that counts: powers of a mean
-_NEAR, _OVERLAP = 2.79, 2.51
+_NEAR, _OVERLAP = 3.26, 2.82
 # steps that a tile adds before its pipeline is full and after it runs dry
-_FILL = 3.36
+_FILL = 2.23
 # µs: converting one code to fp16, scaling one sum; with `_BUSY_WARPS` warps on the SM
-_CONVERT_US, _SCALE_US, _BUSY_WARPS = 5.04e-6, 5.08e-6, 5.94
-# registers a thread has for sums and operands before it spills, and what each more costs
-_FREE_REGISTERS, _SPILL = 135, 0.0461
-_OPERAND_SHARE = 0.0283
+_CONVERT_US, _SCALE_US, _BUSY_WARPS = 8.02e-6, 1.29e-5, 5.38
+# warp groups: µs of the scale of one row, which each group loads; tokens as columns take more
+_ROW_US, _COLUMN = 0.00166, 2.5
+# how much slower steps are that fill four fifths of the shared memory
+_FULL = 0.0617
+# registers a thread has for sums before it spills, and what each more costs
+_FREE_REGISTERS, _SPILL = 233, 0.136
 # the clock falls under load: by so much for each e-fold of products beyond `_COOL_US`
-_HEAT, _COOL_US = 0.0569, 50.0
+_HEAT, _COOL_US = 0.0403, 13.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +107,44 @@ def _tiles(device: Device, scaled: bool, kept: int, out_dtype: str) -> _Tiles:
 def _tile(config: TileConfig, device: Device, scaled: bool, kept: int, out_bytes: int) -> _Tile:
     group = config.from_shared(device)
     stages, warps = config.num_stages, config.num_warps
-    operands = 0.0 if group else config.operand_bytes / 4
-    registers = config.sums * kept + _OPERAND_SHARE * operands
+    registers = config.sums * kept
     smem = config.smem_bytes(device, out_bytes) + 1024
     by_registers = int(65536 // (min(255, registers + 50) * 32 * warps))
     resident = max(1, min(device.shared_memory // smem, by_registers, 64 // warps))
 
     multiply = _multiply_us(config, device) * (1 + _SPILL * max(0.0, registers - _FREE_REGISTERS))
-    multiply += config.block_m * config.block_n * _SCALE_US if scaled else 0.0
+    scale = _scale_us(config, group) if scaled else 0.0
     move = (config.block_m + config.block_n) * config.block_k / _L2_BYTES_PER_SM
+    move *= max(1.0, 128 / config.block_k) ** _SHORT
+    crowded = 1 + _FULL if group and smem > 0.8 * device.shared_memory else 1.0
     in_flight = max(stages - 1 - _LAG, 0.35) if group else max(stages - 1, 1)
     wait = _TRIP_US * (_GROUP_TRIPS if group else 1.0) / in_flight
     step, ends = [], []
     for count in range(1, resident + 1):
         idle = 1.0 if group else min(1.0, count * warps / _BUSY_WARPS)
-        working, moving = count * multiply / idle, count * move
+        working, moving = count * (multiply + scale) / idle, count * move
+        if group and count > 1:
+            # matrix units multiply one tile while another one's sums are scaled
+            apart = ((count * multiply) ** _NEAR + (count * scale) ** _NEAR) ** (1 / _NEAR)
+            working = max(multiply + scale, apart)
         if stages == 1:
             longest = working + moving + wait
         else:
             # the longest, and more where others are near: they get in each other's way
             longest = (working**_NEAR + moving**_NEAR + wait**_NEAR) ** (1 / _NEAR)
-        each = _STEP_US + (_GROUP_STEP_US * (warps // 4) if group else 0.0)
-        step.append(longest + each + (_SCALES_US if scaled else 0.0))
+        each = _GROUP_STEP_US * (warps // 4) if group else 0.0
+        step.append((longest + each + (_SCALES_US if scaled else 0.0)) * crowded)
         ends.append(_FILL * (working + moving))
     return _Tile(resident, tuple(step), tuple(ends))
+
+
+def _scale_us(config: TileConfig, group: bool) -> float:
+    """One step's scaling of one tile's sums."""
+    if not group:
+        return config.block_m * config.block_n * _SCALE_US
+    if config.swap:
+        return _COLUMN * config.block_m * _ROW_US
+    return max(config.block_m, 16 * config.num_warps) * _ROW_US
 
 
 def _multiply_us(config: TileConfig, device: Device) -> float:
