@@ -15,9 +15,11 @@ from anyfp8.errors import DeviceError, InputError
 from anyfp8.problem import Scheme
 from anyfp8.select import M_GRID, Request
 from anyfp8.select.table import file_name, read_table
-from anyfp8.tools import tune_command, tune_session
+from anyfp8.tools import tune_command, tune_plan, tune_session
+from anyfp8.tools.tune_cells import cells_of, read_shapes
 from anyfp8.tools.tune_compile import Ready
 from anyfp8.tools.tune_devices import to_json
+from anyfp8.tools.tune_search import FULL
 
 PLAIN = {
     "device": "h200", "effort": "full", "m": None, "tp": 1, "scheme": None, "op": None,
@@ -297,3 +299,19 @@ def test_rows_so_far_apart_that_they_lose_between_them_are_noted(capsys):
     assert "apart: M = 2 and 64, 64 and 256" in capsys.readouterr().err
     tune(["512,1024"], dry_run=True)
     assert "apart" not in capsys.readouterr().err
+
+
+def test_the_estimated_time_is_near_what_a_run_on_an_h200_took(monkeypatch):
+    # 513 s of two GPUs, with 32 cores; 21 cells of one shape took 35 s of one
+    monkeypatch.setattr(tune_plan, "cores", lambda: 32)
+    h200, schemes = find_device("h200"), ("w8a8-channel-token", "w8a8-block128x128-group128")
+    models = ["qwen3-8b", "llama-3-70b-tp8"]
+    for texts, kinds, seconds in (
+        (models, schemes, 513 + 20),
+        (["4096,4096"], schemes[:1], 35 + 20),
+    ):
+        shapes, _ = read_shapes(texts, *map(Scheme.parse, kinds))
+        found = tune_plan.seconds_of(cells_of(shapes, h200, M_GRID), h200, FULL)
+        assert found == pytest.approx(seconds, rel=0.25)
+    monkeypatch.setattr(tune_plan, "cores", lambda: 4)
+    assert tune_plan.seconds_of(cells_of(shapes, h200, M_GRID), h200, FULL) > 2 * found

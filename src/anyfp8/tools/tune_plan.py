@@ -1,6 +1,6 @@
 """What `anyfp8 tune --dry-run` says: which cells, which candidates, how long, into which file.
 
-Needs no GPU. Compiling takes most of the time, so the estimate grows where cores are few.
+Needs no GPU. Where cores are few, compiling takes longer than timing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ from anyfp8.tools.tune_compile import cores
 from anyfp8.tools.tune_contest import Contest
 from anyfp8.tools.tune_search import Effort
 
-# seconds on an H200: timing one configuration, a race; compiling one on a core, and the share of
-# them that no other cell compiled
-_TIMING_S, _RACE_S, _COMPILE_S, _OWN = 0.02, 0.5, 4.0, 0.6
+# seconds on an H200: until the first is timed, one configuration, a race and what a row adds to it;
+# compiling one on a core, and how their number grows with the cells, which share most of them
+_START_S, _TIMING_S, _RACE_S, _ROW_S = 20.0, 0.016, 0.22, 2.3e-4
+_COMPILE_S, _GROWTH = 1.4, 0.7
 
 
-def seconds_of(cell: Cell, device: Device, effort: Effort) -> float:
-    """About how long one cell takes on one GPU here."""
-    contest = Contest(cell, device, {}, effort)
-    searches = len({backend for backend, _ in contest.asks()})
-    compiling = _OWN * _COMPILE_S * effort.most / max(1, cores() - 2)
-    timing = _TIMING_S * (effort.most + effort.again)
-    return searches * max(compiling, timing) + _RACE_S * len(cell.ops)
+def seconds_of(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
+    """About how long a run takes on one GPU with the cores here."""
+    if not cells:
+        return 0.0
+    alike: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault((cell.scheme, cell.dtype), []).append(cell)
+    timing = forms = 0.0
+    for some in alike.values():
+        contest = Contest(some[0], device, {}, effort)
+        searches = len({backend for backend, _ in contest.asks()})
+        timing += searches * len(some) * _TIMING_S * (effort.most + effort.again)
+        timing += sum(len(c.ops) * (_RACE_S + _ROW_S * c.m) for c in some)
+        forms += searches * effort.most * len(some) ** _GROWTH
+    return _START_S + max(timing, _COMPILE_S * forms / max(1, cores() - 2))
 
 
 def plan_json(
@@ -53,7 +62,7 @@ def plan_json(
             for s in shapes
         ],
         "configurations_a_search": effort.most,
-        "seconds": round(_seconds(cells, device, effort)),
+        "seconds": round(seconds_of(cells, device, effort)),
     }
 
 
@@ -86,7 +95,7 @@ def plan_text(
     lines = [console.table(heading, rows, left=2), ""]
     ms = sorted({cell.m for cell in cells})
     lines.append(f"M: {', '.join(map(str, ms))}")
-    seconds = _seconds(cells, device, effort)
+    seconds = seconds_of(cells, device, effort)
     lines.append(
         f"{count(len(cells), 'cell')} on {device.name}, at most {effort.most} configurations "
         f"timed in a search; about {_time(seconds)} on one GPU with {cores()} cores to "
@@ -160,10 +169,6 @@ def _races(cells: Sequence[Cell]) -> str:
     ops = sorted({op for cell in cells for op in cell.ops})
     races = sum(len(cell.ops) for cell in cells)
     return f"{count(races, 'paired race')} ({' and '.join(ops)})"
-
-
-def _seconds(cells: Sequence[Cell], device: Device, effort: Effort) -> float:
-    return len(cells) * seconds_of(cells[0], device, effort) if cells else 0.0
 
 
 def _time(seconds: float) -> str:
