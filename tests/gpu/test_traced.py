@@ -9,7 +9,8 @@ from anyfp8 import reference
 from anyfp8.linear import Fp8Linear
 from anyfp8.problem import QTensor, Scheme
 
-pytestmark = pytest.mark.gpu
+# what torch says of its own modules when Inductor is imported
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::Warning:torch")]
 
 MS = (1, 2, 17, 33, 512)
 N, K = 640, 512
@@ -39,8 +40,6 @@ def fresh():
 
 
 @pytest.mark.slow
-# Inductor's own
-@pytest.mark.filterwarnings("ignore::Warning:torch")
 @torch.inference_mode()
 @pytest.mark.parametrize(
     "scheme", ["w8a8-channel-token", "w8a8-block128x128-group128", "w8a16-channel"]
@@ -56,7 +55,6 @@ def test_inductor_serves_every_m_with_two_graphs_and_eagers_bits(scheme):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::Warning:torch")
 @torch.inference_mode()
 def test_inductors_own_cuda_graphs_equal_eager():
     model = model_of("w8a8-channel-token")
