@@ -101,7 +101,8 @@ def test_a_run_ends_with_rows_that_are_used_and_says_how(gpu, tmp_path, capsys, 
     assert found["cells"][0]["winners"]["gemm"]["us"] == 5.0
     assert found["missed"] == []
     assert found["gpus"] == 1
-    assert 0 < found["cells"][0]["seconds"] < found["seconds"]
+    # of a script, which takes milliseconds
+    assert 0 <= found["cells"][0]["seconds"] <= found["seconds"] > 0
 
 
 def test_every_visible_gpu_works_and_each_process_sees_one(gpu, tmp_path, monkeypatch, capsys):
