@@ -164,8 +164,8 @@ def _gives_way(row: Winner, larger: Winner, m: int, problem: Problem, device: De
 
     One token more may need one row of tiles more, and where those no longer are on the SMs at
     once, twice the time: 10.1 µs at M = 256 and 18.4 at 257 (4096 x 4096, H200), where the row of
-    384 takes 13.7. Where they are, two share an SM. The larger M's tile is never slower than what it
-    measured, which may even be less than at m.
+    384 takes 13.7. Where they are, two share an SM. The larger M's tile is never slower than what
+    it measured, which may even be less than at m.
     """
     asked = replace(problem, m=m)
     waves = row.backend.waves(row.config, asked, device)
