@@ -8,7 +8,6 @@ on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -16,32 +15,14 @@ from anyfp8 import fp8, quantize, reference, testing
 from anyfp8.problem import QTensor
 from anyfp8.quantize.per_group import GroupConfig
 from anyfp8.quantize.per_token import TokenConfig
-from anyfp8.tools.quantize_inputs import exact_rows, largest_anywhere, norm_weight, odd_rows
+from anyfp8.tools.quantize_case import DTYPES, Case, group_case, grouped, name_of, rows_of
+from anyfp8.tools.quantize_fused_cases import fused_cases
+from anyfp8.tools.quantize_inputs import largest_anywhere, odd_rows
 
 COLUMNS = (16, 100, 576, 4096, 12288, 28672)
 ROWS = (0, 1, 3, 17, 257)
 MANY_ROWS = 4096
 GROUPS = (16, 32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One input and the two ways to quantize it.
-
-    Attributes:
-        name: an id such as "token-m17-k576-bf16".
-        x: makes the input, on the CPU.
-        kernel: quantizes it where it lies.
-        reference: quantizes it with plain PyTorch, on the CPU.
-        slow: takes the interpreter more than a second or two.
-    """
-
-    name: str
-    x: Callable[[], torch.Tensor]
-    kernel: Callable[[torch.Tensor], QTensor]
-    reference: Callable[[torch.Tensor], QTensor]
-    slow: bool = False
 
 
 def cases() -> Iterator[Case]:
@@ -51,17 +32,7 @@ def cases() -> Iterator[Case]:
     yield from _tensor_cases()
     yield from _block_cases()
     yield from _stride_cases()
-    yield from _silu_cases()
-    yield from _mla_cases()
-    yield from _norm_cases()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-
-
-def _rows(m: int, k: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    return lambda: testing.random_rows(m, k, dtype)
+    yield from fused_cases()
 
 
 def _shapes() -> Iterator[tuple[int, int, bool]]:
@@ -73,26 +44,26 @@ def _shapes() -> Iterator[tuple[int, int, bool]]:
 def _token_cases() -> Iterator[Case]:
     for m, k, slow in _shapes():
         for dtype in DTYPES if m in (3, 17) else (torch.bfloat16,):
-            name = f"token-m{m}-k{k}-{_name(dtype)}"
+            name = f"token-m{m}-k{k}-{name_of(dtype)}"
             yield Case(
-                name, _rows(m, k, dtype), quantize.per_token, reference.quantize_per_token, slow
+                name, rows_of(m, k, dtype), quantize.per_token, reference.quantize_per_token, slow
             )
     yield Case(
         "token-loop-m3-k40000",
-        _rows(3, 40000, torch.bfloat16),
+        rows_of(3, 40000, torch.bfloat16),
         quantize.per_token,
         reference.quantize_per_token,
     )
     for dtype in DTYPES:
         yield Case(
-            f"token-odd-{_name(dtype)}",
+            f"token-odd-{name_of(dtype)}",
             lambda dtype=dtype: odd_rows(dtype),
             quantize.per_token,
             reference.quantize_per_token,
         )
     for k, dtype in ((576, torch.bfloat16), (768, torch.float16), (4096, torch.bfloat16)):
         yield Case(
-            f"token-largest-anywhere-k{k}-{_name(dtype)}",
+            f"token-largest-anywhere-k{k}-{name_of(dtype)}",
             lambda k=k, dtype=dtype: largest_anywhere(k, dtype),
             quantize.per_token,
             reference.quantize_per_token,
@@ -100,7 +71,7 @@ def _token_cases() -> Iterator[Case]:
         )
     for dtype in (torch.bfloat16, torch.float16):
         yield Case(
-            f"token-patterns-{_name(dtype)}",
+            f"token-patterns-{name_of(dtype)}",
             lambda dtype=dtype: testing.every_16_bit_pattern(dtype).view(64, 1024),
             quantize.per_token,
             reference.quantize_per_token,
@@ -130,7 +101,7 @@ def _token_cases() -> Iterator[Case]:
         for dtype in DTYPES:
             yield Case(
                 f"token-{config.rows}x{config.block_k}+{config.tail_k}-warps{config.num_warps}"
-                f"-{_name(dtype)}",
+                f"-{name_of(dtype)}",
                 lambda dtype=dtype: odd_rows(dtype, 700),
                 lambda x, config=config: quantize.per_token(x, config=config),
                 reference.quantize_per_token,
@@ -138,65 +109,41 @@ def _token_cases() -> Iterator[Case]:
             if config.rows == 1 and not config.tail_k:
                 continue
             yield Case(
-                f"token-nan-to-zero-{config.rows}x{config.block_k}+{config.tail_k}-{_name(dtype)}",
+                f"token-nan-to-zero-{config.rows}x{config.block_k}+{config.tail_k}-{name_of(dtype)}",
                 lambda dtype=dtype: odd_rows(dtype, 700),
                 lambda x, config=config: quantize.per_token(x, nan_to_zero=True, config=config),
                 lambda x: reference.quantize_per_token(reference.nan_to_zero(x)),
             )
 
 
-def _grouped(x: torch.Tensor, group: int, layout: str, ue8m0: bool, fmt: fp8.Format) -> QTensor:
-    q = reference.quantize_per_group(x, group, ue8m0 or layout == "packed", fmt)
-    scale = reference.arrange_scale(q.scale, layout)
-    return QTensor(q.data, scale, (1, group), fmt, layout == "packed")
-
-
-def _group_case(
-    name: str,
-    x: Callable[[], torch.Tensor],
-    group: int,
-    layout: str = "row",
-    ue8m0: bool = False,
-    fmt: fp8.Format = fp8.E4M3FN,
-    slow: bool = False,
-) -> Case:
-    return Case(
-        name,
-        x,
-        lambda x: quantize.per_group(x, group, layout=layout, ue8m0=ue8m0, fmt=fmt),
-        lambda x: _grouped(x, group, layout, ue8m0, fmt),
-        slow,
-    )
-
-
 def _group_cases() -> Iterator[Case]:
     for m, k, slow in _shapes():
         name = f"group128-m{m}-k{k}-bf16"
-        yield _group_case(name, _rows(m, k, torch.bfloat16), 128, slow=slow)
+        yield group_case(name, rows_of(m, k, torch.bfloat16), 128, slow=slow)
     for group in GROUPS:
         for layout in reference.SCALE_LAYOUTS:
             for m, k in ((17, 1280), (3, 4864), (5, 256)):
                 for ue8m0 in (False, True) if layout != "packed" else (False,):
                     name = f"group{group}-{layout}-m{m}-k{k}{'-ue8m0' if ue8m0 else ''}"
-                    yield _group_case(
-                        name, _rows(m, k, torch.bfloat16), group, layout, ue8m0, slow=k > 1280
+                    yield group_case(
+                        name, rows_of(m, k, torch.bfloat16), group, layout, ue8m0, slow=k > 1280
                     )
     for dtype in DTYPES:
         for layout in reference.SCALE_LAYOUTS:
-            yield _group_case(
-                f"group64-{layout}-odd-{_name(dtype)}",
+            yield group_case(
+                f"group64-{layout}-odd-{name_of(dtype)}",
                 lambda dtype=dtype: odd_rows(dtype),
                 64,
                 layout,
             )
     for dtype in (torch.bfloat16, torch.float16):
-        yield _group_case(
-            f"group128-patterns-{_name(dtype)}",
+        yield group_case(
+            f"group128-patterns-{name_of(dtype)}",
             lambda dtype=dtype: testing.every_16_bit_pattern(dtype).view(64, 1024),
             128,
         )
     for fmt in (fp8.E4M3FNUZ, fp8.E5M2):
-        yield _group_case(f"group128-{fmt.name}", lambda: odd_rows(torch.bfloat16), 128, fmt=fmt)
+        yield group_case(f"group128-{fmt.name}", lambda: odd_rows(torch.bfloat16), 128, fmt=fmt)
     patterns = testing.every_16_bit_pattern
     replaced: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
         "patterns-bf16": (lambda: patterns(torch.bfloat16).view(64, 1024), 128),
@@ -225,20 +172,20 @@ def _group_cases() -> Iterator[Case]:
                 lambda x, layout=layout, config=config: quantize.per_group(
                     x, layout=layout, config=config
                 ),
-                lambda x, layout=layout: _grouped(x, 128, layout, False, fp8.E4M3FN),
+                lambda x, layout=layout: grouped(x, 128, layout, False, fp8.E4M3FN),
             )
     for group in GROUPS:
         for layout in ("row", "tma", "packed"):
             for dtype in (torch.bfloat16, torch.float16):
-                yield _group_case(
-                    f"group{group}-{layout}-largest-anywhere-{_name(dtype)}",
+                yield group_case(
+                    f"group{group}-{layout}-largest-anywhere-{name_of(dtype)}",
                     lambda dtype=dtype: largest_anywhere(256, dtype),
                     group,
                     layout,
                     slow=True,
                 )
-    yield _group_case("group100-ragged", _rows(5, 576, torch.bfloat16), 100)
-    yield _group_case("group128-ragged-column", _rows(5, 576, torch.bfloat16), 128, "column")
+    yield group_case("group100-ragged", rows_of(5, 576, torch.bfloat16), 100)
+    yield group_case("group128-ragged-column", rows_of(5, 576, torch.bfloat16), 128, "column")
 
 
 def _tensor_cases() -> Iterator[Case]:
@@ -246,7 +193,7 @@ def _tensor_cases() -> Iterator[Case]:
     for m, k, _ in _shapes():
         yield Case(
             f"tensor-m{m}-k{k}",
-            _rows(m, k, torch.bfloat16),
+            rows_of(m, k, torch.bfloat16),
             quantize.per_tensor,
             reference.quantize_per_tensor,
             m * k > 300_000,
@@ -294,8 +241,8 @@ def _block_cases() -> Iterator[Case]:
             for ue8m0 in (False, True):
                 suffix = "-ue8m0" if ue8m0 else ""
                 yield Case(
-                    f"block{block[0]}x{block[1]}-n{n}-k{k}-{_name(dtype)}{suffix}",
-                    _rows(n, k, dtype),
+                    f"block{block[0]}x{block[1]}-n{n}-k{k}-{name_of(dtype)}{suffix}",
+                    rows_of(n, k, dtype),
                     lambda x, block=block, ue8m0=ue8m0: quantize.per_block(x, block, ue8m0=ue8m0),
                     lambda x, block=block, ue8m0=ue8m0: reference.quantize_block(x, block, ue8m0),
                 )
@@ -327,90 +274,6 @@ def _stride_cases() -> Iterator[Case]:
             yield Case(f"{kind}-strided-{name}", lambda view=view: view, kernel, expected)
         for layout in ("row", "column"):
             if view.ndim > 1 or layout == "row":
-                yield _group_case(
+                yield group_case(
                     f"group32-{layout}-strided-{name}", lambda view=view: view, 32, layout
-                )
-
-
-def _silu_cases() -> Iterator[Case]:
-    # fp16 and few values: a last bit of exp that differs would show once in 8,000 values
-    for m, k in ((3, 256), (17, 576)):
-        x = _rows(m, 2 * k, torch.float16)
-        yield Case(
-            f"token-silu-m{m}-k{k}",
-            x,
-            lambda x: quantize.per_token(x, silu_mul=True),
-            lambda x: reference.quantize_per_token(reference.silu_mul(x)),
-        )
-        for layout in reference.SCALE_LAYOUTS:
-            yield Case(
-                f"group64-{layout}-silu-m{m}-k{k}",
-                x,
-                lambda x, layout=layout: quantize.per_group(x, 64, layout=layout, silu_mul=True),
-                lambda x, layout=layout: _grouped(
-                    reference.silu_mul(x), 64, layout, False, fp8.E4M3FN
-                ),
-            )
-
-
-def _valid(made: tuple[QTensor, torch.Tensor]) -> QTensor:
-    """The rows that masked_m counts: what lies behind them may be anything."""
-    q, counts = made
-    rows = max(counts.tolist(), default=0)
-    return QTensor(q.data[:, :rows], q.scale[:, :rows], q.block, q.fmt, q.packed)
-
-
-def _mla_reference(x: torch.Tensor, group: int, ue8m0: bool, packed: bool) -> QTensor:
-    q, counts = reference.quantize_mla_per_group(x, group, 256, ue8m0 or packed)
-    scale = reference.arrange_scale(q.scale, "packed") if packed else q.scale
-    return _valid((QTensor(q.data, scale, q.block, q.fmt, packed), counts))
-
-
-def _mla_cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for heads, tokens, dim in ((4, 5, 128), (3, 1, 192), (2, 17, 512), (16, 0, 128)):
-            # projections come as [tokens, heads, dim]; the cached part is the head of each row
-            made = testing.random_rows(tokens * heads, dim + 64, dtype)
-            x = made.view(tokens, heads, dim + 64)[..., :dim].transpose(0, 1)
-            shape = f"{heads}x{tokens}x{dim}-{_name(dtype)}"
-            yield Case(
-                f"mla-tensor-{shape}",
-                lambda x=x: x,
-                quantize.mla_per_tensor,
-                reference.quantize_per_tensor,
-            )
-            for ue8m0, packed in ((False, False), (True, False), (False, True)):
-                kind = "packed" if packed else "ue8m0" if ue8m0 else "fp32"
-                yield Case(
-                    f"mla-group64-{kind}-{shape}",
-                    lambda x=x: x,
-                    lambda x, ue8m0=ue8m0, packed=packed: _valid(
-                        quantize.mla_per_group(x, 64, ue8m0=ue8m0, packed=packed)
-                    ),
-                    lambda x, ue8m0=ue8m0, packed=packed: _mla_reference(x, 64, ue8m0, packed),
-                )
-
-
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    return reference.rms_norm(x, norm_weight(x.shape[-1], x.dtype), 1e-6)
-
-
-def _norm_cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for m, k in ((3, 128), (17, 576), (5, 4096), (0, 128)):
-            shape = f"m{m}-k{k}-{_name(dtype)}"
-            yield Case(
-                f"norm-token-{shape}",
-                lambda m=m, k=k, dtype=dtype: exact_rows(m, k, dtype),
-                lambda x: quantize.norm_per_token(x, norm_weight(x.shape[-1], x.dtype, x.device)),
-                lambda x: reference.quantize_per_token(_normed(x)),
-            )
-            for layout in reference.SCALE_LAYOUTS:
-                yield Case(
-                    f"norm-group64-{layout}-{shape}",
-                    lambda m=m, k=k, dtype=dtype: exact_rows(m, k, dtype),
-                    lambda x, layout=layout: quantize.norm_per_group(
-                        x, norm_weight(x.shape[-1], x.dtype, x.device), 64, layout=layout
-                    ),
-                    lambda x, layout=layout: _grouped(_normed(x), 64, layout, False, fp8.E4M3FN),
                 )
