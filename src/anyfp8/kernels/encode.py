@@ -3,13 +3,11 @@
 The bytes are those of `fp8.encode` on every GPU. Three ways lead there and ENCODE names one:
 "hardware" (Triton's cast, exact from SM90), "ptx" (the fp32 instruction inline, for SM89, where
 Triton 3.6 to 3.8 truncate to fp16 first) and "integer" (everywhere else, and in Triton's
-interpreter). The
-surprise: below SM89 FP8_DTYPE is `float8e4b15`, whose bytes mean something else; it only names the
-format here and is never cast to.
+interpreter). The surprise: below SM89 FP8_DTYPE is `float8e4b15`, whose bytes mean something else;
+it only names the format here and is never cast to.
 
 Scales are the same bits with and without PTX (fp32 instructions that every CUDA GPU has): it only
-spares the branches of a general division. PACKED takes the maximum of 16-bit values two at a time
-(SM90).
+spares the branches of a general division.
 """
 
 import triton
@@ -57,39 +55,6 @@ _SCALES_PTX = tl.constexpr("""
     fma.rn.f32 rest, rest, inverse, 0f3F800000;
     fma.rn.f32 $1, inverse, rest, inverse;
     mov.f32 $0, scale;
-}
-""")
-# magnitudes of two 16-bit values in order: one exponent step more makes inf and NaN negative, and
-# carries nothing. Not add.s16x2: where registers are short ptxas 12.8 splits one and adds 0
-_ORDERED_PAIR_PTX = tl.constexpr("""
-{
-    .reg .b32 pair;
-    mov.b32 pair, {$1, $2};
-    and.b32 pair, pair, 0x7FFF7FFF;
-    add.u32 $0, pair, $3;
-}
-""")
-# magnitudes of two 16-bit values as they are
-_MAGNITUDE_PAIR_PTX = tl.constexpr("""
-{
-    .reg .b32 pair;
-    mov.b32 pair, {$1, $2};
-    and.b32 $0, pair, 0x7FFF7FFF;
-}
-""")
-# all ones for each number of a pair; a NaN differs from itself
-_NUMBERS_BF16_PTX = tl.constexpr("""
-{
-    .reg .b32 numbers;
-    set.eq.u32.bf16x2 numbers, $1, $1;
-    and.b32 $0, $1, numbers;
-}
-""")
-_NUMBERS_FP16_PTX = tl.constexpr("""
-{
-    .reg .b32 numbers;
-    set.eq.u32.f16x2 numbers, $1, $1;
-    and.b32 $0, $1, numbers;
 }
 """)
 _STORE_PTX = tl.constexpr("""
@@ -185,13 +150,6 @@ def _encode_integer(
 
 
 @triton.jit
-def finite_abs(x):
-    """|x|, 0 for inf and NaN: an inf must not flatten the row it stands in."""
-    a = tl.abs(x)
-    return tl.where(a <= 3.4028234663852886e38, a, 0.0)
-
-
-@triton.jit
 def to_fp32(x, PTX: tl.constexpr):
     if PTX and x.dtype == tl.bfloat16:
         # one instruction a value; the compiler takes two for every other one
@@ -200,88 +158,6 @@ def to_fp32(x, PTX: tl.constexpr):
         )
     else:
         return x.to(tl.float32)
-
-
-@triton.jit
-def ordered(x):
-    """fp32 -> int32 that compares as |x| does; inf and NaN are negative, 0 is 0x800000."""
-    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + 0x00800000
-
-
-@triton.jit
-def row_maxima(x, PACKED: tl.constexpr, THREADS: tl.constexpr, FINITE: tl.constexpr):
-    """[R, C] fp32, bf16 or fp16 -> [R, L] int32, whose maximum is for `amax_of` to read.
-
-    FINITE: in `ordered`'s sense; otherwise the bits of |x|, in which inf and NaN are the largest.
-    Packed, L is THREADS, how many share a row: each has reduced its own columns, which lie 16
-    together where it has so many (the bytes of a store) and at least two. Otherwise L = C.
-    """
-    if PACKED:
-        R: tl.constexpr = x.shape[0]
-        C: tl.constexpr = x.shape[1]
-        RUN: tl.constexpr = 16 if C // THREADS > 16 else C // THREADS
-        RUNS: tl.constexpr = C // THREADS // RUN
-        low, high = tl.split(x.to(tl.int16, bitcast=True).reshape(R, C // 2, 2))
-        if FINITE:
-            step = 0x00800080 if x.dtype == tl.bfloat16 else 0x04000400
-            pairs = tl.inline_asm_elementwise(
-                _ORDERED_PAIR_PTX, "=r,h,h,r", [low, high, step], tl.int32, is_pure=True, pack=1
-            )
-        else:
-            pairs = tl.inline_asm_elementwise(
-                _MAGNITUDE_PAIR_PTX, "=r,h,h", [low, high], tl.int32, is_pure=True, pack=1
-            )
-        pairs = tl.reduce(pairs.reshape(R, RUNS, THREADS, RUN // 2), 3, _max_pair)
-        pairs = tl.reduce(pairs, 1, _max_pair)
-        return tl.maximum(pairs << 16, pairs & -65536)
-    elif FINITE:
-        return ordered(x.to(tl.float32))
-    else:
-        return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _max_pair(a, b):
-    return tl.inline_asm_elementwise(
-        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def amax_of(most, DTYPE: tl.constexpr, PACKED: tl.constexpr, FINITE: tl.constexpr):
-    """The maximum over `row_maxima` -> the fp32 magnitude: FINITE, 0 where none is finite."""
-    if FINITE:
-        step: tl.constexpr = 0x04000000 if PACKED and DTYPE == tl.float16 else 0x00800000
-        most = tl.maximum(most, step) - step
-    if PACKED and DTYPE == tl.float16:
-        return (most >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        return most.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def finite_amax(x, PACKED: tl.constexpr, THREADS: tl.constexpr):
-    """[R, C] -> [R] fp32, the largest finite magnitude of each row."""
-    return amax_of(tl.max(row_maxima(x, PACKED, THREADS, True), axis=1), x.dtype, PACKED, True)
-
-
-@triton.jit
-def any_not_finite(amax):
-    """Whether any of [R] fp32 magnitudes is inf or NaN, for the whole program."""
-    return tl.max(amax.to(tl.int32, bitcast=True), axis=0) >= 0x7F800000
-
-
-@triton.jit
-def nan_to_zero(x):
-    """fp32 with 0 for NaN."""
-    return tl.where(x == x, x, 0.0)
-
-
-@triton.jit
-def pairs_nan_to_zero(x):
-    """bf16 or fp16 with 0 for NaN, two at a time (SM90)."""
-    asm: tl.constexpr = _NUMBERS_BF16_PTX if x.dtype == tl.bfloat16 else _NUMBERS_FP16_PTX
-    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ Each block is read twice (the second time from cache): weights are quantized onc
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import encode, finite_abs, inverse_of, scale_of
+from anyfp8.kernels.encode import encode, inverse_of, scale_of
+from anyfp8.kernels.maxima import finite_abs
 
 
 @triton.jit(do_not_specialize=["M"])

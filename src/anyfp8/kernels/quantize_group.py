@@ -13,15 +13,14 @@ import triton.language as tl
 
 from anyfp8.kernels.encode import (
     encode,
-    finite_amax,
     offset,
-    pairs_nan_to_zero,
     scales_of,
     silu_mul,
     store_where_held,
     to_fp32,
     ue8m0_of,
 )
+from anyfp8.kernels.maxima import finite_amax, pairs_nan_to_zero, runs_nan_to_zero
 
 
 # no version for each M, nor for each stride that M decides: graphs are captured at many M
@@ -67,7 +66,8 @@ def quantize_group_kernel(
 
     Grid: blocks of groups, of rows (ROWS_FIRST: the other way round), outer. THREADS share a group.
     WHOLE: every block has GROUPS groups of G columns. SPARE: a tile has fewer values than threads.
-    NAN_TO_ZERO: False, or where NaN is replaced: in "values" (SM90, 16 bits) or in "codes".
+    NAN_TO_ZERO: False, or where NaN is replaced: in "pairs" or "runs" of values (SM90, 16 bits) or
+    in "codes".
     """
     # axes, not a division: it would delay the load by a tenth of a microsecond
     group_block = tl.program_id(1 if ROWS_FIRST else 0)
@@ -111,9 +111,11 @@ def quantize_group_kernel(
         x = silu_mul(x, tl.load(x_at + K, mask=mask, other=0.0), x.dtype)
     amax = finite_amax(x, PACKED_MAX, THREADS)  # [ROWS · GROUPS]
     scale, inverse = scales_of(amax, floor, FP8_MAX, UE8M0, PTX)
-    if NAN_TO_ZERO == "values":
-        # while lanes exchange maxima
+    # while lanes exchange maxima
+    if NAN_TO_ZERO == "pairs":
         x = pairs_nan_to_zero(x)
+    elif NAN_TO_ZERO == "runs":
+        x = runs_nan_to_zero(x, THREADS)
     y = to_fp32(x, PACKED_MAX) * inverse[:, None]
     q = encode(y, FP8_DTYPE, FP8_MAX, ENCODE, NAN_TO_ZERO == "codes")
     q_row = x_row if q_inner is None else offset(rows, q_inner)

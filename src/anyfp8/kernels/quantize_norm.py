@@ -9,13 +9,8 @@ differ from another implementation's.
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import (
-    encode,
-    finite_amax,
-    scales_of,
-    to_fp32,
-    ue8m0_of,
-)
+from anyfp8.kernels.encode import encode, scales_of, to_fp32, ue8m0_of
+from anyfp8.kernels.maxima import finite_amax
 
 
 # no version for each M, nor for each stride that M decides: graphs are captured at many M

@@ -7,7 +7,8 @@ costs nothing beside the launch it saves and needs neither an atomic nor a clear
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import encode, finite_abs, inverse_of, scale_of
+from anyfp8.kernels.encode import encode, inverse_of, scale_of
+from anyfp8.kernels.maxima import finite_abs
 
 
 @triton.jit(do_not_specialize=["M", "OUTER"])

@@ -9,18 +9,8 @@ strided [batch, tokens, K] needs no copy.
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.encode import (
-    amax_of,
-    any_not_finite,
-    encode,
-    finite_abs,
-    nan_to_zero,
-    offset,
-    row_maxima,
-    scales_of,
-    silu_mul,
-    to_fp32,
-)
+from anyfp8.kernels.encode import encode, offset, scales_of, silu_mul, to_fp32
+from anyfp8.kernels.maxima import amax_of, any_not_finite, finite_abs, nan_to_zero, row_maxima
 
 
 # no version for each M, nor for each stride that M decides: graphs are captured at many M

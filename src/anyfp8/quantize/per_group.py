@@ -46,28 +46,27 @@ class GroupConfig:
 
 # (most values of a tensor, values of a program, its warps), from groups of 128 on an H200. Few
 # values are bound by the instructions that each launch fetches: (1024, 8) has 65 and takes 1.24 µs
-# for 16 rows of 4096 columns, (512, 4) and (1024, 4) 1.30. Many: (1024, 1) 13.95 and (2048, 4)
-# 14.14 µs for 4096 rows; between them 7.87 with (4096, 4), 7.92 and 7.98 for 2048 rows
+# for 16 rows of 4096 columns, (512, 4) and (1024, 4) 1.30. Between: (2048, 4) 1.67, (4096, 8) 1.67
+# to 1.68, (1024, 1) 1.78 for 256 rows; (4096, 4) 7.80, (1024, 1) 7.87, (2048, 4) 7.96 for 2048.
+# Many: (1024, 1) 13.91, (2048, 4) 14.09 for 4096 rows
 _ROW_TILES = (
     (5 << 16, 1024, 8),
-    (7 << 17, 2048, 4),
-    (5 << 18, 4096, 8),
-    (7 << 20, 2048, 4),
+    (7 << 19, 2048, 4),
+    (7 << 20, 1024, 1),
     (11 << 20, 4096, 4),
     (math.inf, 1024, 1),
 )
-# (1024, 8) 1.27, (1024, 1) 1.33 µs for 16 rows; (4096, 8) 1.75, (2048, 4) 1.76, (1024, 1) 1.84 for
-# 256
+# with the rows of a program: (8, 1024, 8) 1.27, (8, 1024, 1) 1.33 µs for 16 rows; 1.40 with
+# (8, 1024, 1), 1.43 with (4, 2048, 4) for 64; 1.74 with (4, 2048, 4), 1.75 with eight rows, 1.86
+# with (8, 1024, 1) for 256
 _COLUMN_TILES = (
-    (5 << 15, 1024, 8),
-    (5 << 16, 1024, 1),
-    (7 << 17, 2048, 4),
-    (5 << 18, 4096, 8),
-    (math.inf, 1024, 1),
+    (5 << 15, 8, 1024, 8),
+    (9 << 15, 8, 1024, 1),
+    (5 << 18, 4, 2048, 4),
+    (math.inf, 8, 1024, 1),
 )
-# values of a tensor from which NaN is replaced in the codes: for 256 rows of 4096 columns that
-# takes 1.0 to 2.8 %, and 2.4 to 3.7 before the multiplication; for 64 of 12288 1.6 to 2.3 and 0.7
-# to 1.8, for fewer nothing before it
+# values of a tensor from which threads of 32 values replace NaN in the codes: transposed, 64 rows
+# of 4096 columns take 0.7 % so, and 1.4 to 1.7 before; row-major, 256 rows 2.2 and 1.6 to 2.0
 _CODES_FROM = 7 << 17
 
 
@@ -82,14 +81,15 @@ def group_config(
     """
     block = next_power_of_2(group)
     total = outer * m * n_groups * block
-    tiles = _COLUMN_TILES if rows_fastest else _ROW_TILES
-    values, warps = next(tile for most, *tile in tiles if total <= most)
-    items = max(1, values // block)
     if rows_fastest:
-        # a warp's scale stores touch eight neighbours
-        rows = min(8, next_power_of_2(m))
+        most_rows, values, warps = next(tile for most, *tile in _COLUMN_TILES if total <= most)
+        items = max(1, values // block)
+        # a warp's scale stores touch as many neighbours
+        rows = min(most_rows, next_power_of_2(m))
         across = min(max(1, items // rows), next_power_of_2(n_groups))
     else:
+        values, warps = next(tile for most, *tile in _ROW_TILES if total <= most)
+        items = max(1, values // block)
         across = min(items, next_power_of_2(n_groups))
         rows = min(items // across, next_power_of_2(m))
     return GroupConfig(rows, across, max(1, min(warps, rows * across * block // 128)))
@@ -244,8 +244,9 @@ def launch_groups(
         block = next_power_of_2(group)
         threads = threads_of(c.rows * c.groups, block, c.num_warps)
         written = -(-n_groups // 4) * 4 if result.packed else n_groups
-        few = rows.outer * rows.inner * n_groups * block < _CODES_FROM
         maxima = target.maxima(x, block)
+        values = rows.outer * rows.inner * n_groups * block
+        nan_form = _nan_form(c, block, threads, values) if maxima["PACKED_MAX"] else "codes"
         whole = block == group and k % group == 0 and written % c.groups == 0 and not result.packed
         grid = (-(-written // c.groups), -(-rows.inner // c.rows), rows.outer)
         rows_first = grid[1] > MAX_OUTER
@@ -285,7 +286,7 @@ def launch_groups(
             PACKED=result.packed,
             COUNTS=counts_mode,
             SILU_MUL=silu_mul,
-            NAN_TO_ZERO=nan_to_zero and ("values" if few and maxima["PACKED_MAX"] else "codes"),
+            NAN_TO_ZERO=nan_to_zero and nan_form,
             PDL=pdl and target.has_pdl,
         )
         use_pdl = constants["PDL"]
@@ -299,6 +300,14 @@ def launch_groups(
         # the experts must stay the outer level, however evenly the rows lie
         strides = tuple((t.stride(0), t.stride(1)) for t in tensors)
         start(Rows(x.shape[0], x.shape[1], strides), tensors)
+
+
+def _nan_form(config: GroupConfig, block: int, threads: int, values: int) -> str:
+    """How the kernel replaces NaN of 16-bit values where `threads` share a group's columns."""
+    of_thread = config.rows * config.groups * block // (32 * config.num_warps)
+    if of_thread == 16 and block == 16 * threads:
+        return "runs"
+    return "pairs" if of_thread < 16 or values < _CODES_FROM else "codes"
 
 
 def as_bytes(words: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from anyfp8.quantize.per_group import GroupConfig
 from anyfp8.quantize.per_token import TokenConfig
 from anyfp8.tools.quantize_case import DTYPES, Case, group_case, grouped, name_of, rows_of
 from anyfp8.tools.quantize_fused_cases import fused_cases
-from anyfp8.tools.quantize_inputs import largest_anywhere, odd_rows
+from anyfp8.tools.quantize_inputs import largest_anywhere, nan_anywhere, odd_rows
 
 COLUMNS = (16, 100, 576, 4096, 12288, 28672)
 ROWS = (0, 1, 3, 17, 257)
@@ -159,6 +159,26 @@ def _group_cases() -> Iterator[Case]:
             lambda x, group=group: quantize.per_group(x, group, nan_to_zero=True),
             lambda x, group=group: reference.quantize_per_group(reference.nan_to_zero(x), group),
         )
+    # threads of 4, 16 (a row, half of one, many) and 32 values replace it in ways of their own
+    for group, rows, groups, warps in (
+        *((128, 1, 2, 2), (128, 1, 4, 1), (128, 4, 2, 2), (128, 4, 4, 2)),
+        *((16, 4, 8, 1), (64, 8, 2, 2), (256, 2, 1, 1)),
+    ):
+        for layout in ("row", "tma", "packed"):
+            for dtype in (torch.bfloat16, torch.float16):
+                config = GroupConfig(rows, groups, warps)
+                yield Case(
+                    f"group{group}-{layout}-nan-anywhere-{rows}x{groups}-warps{warps}"
+                    f"-{name_of(dtype)}",
+                    lambda dtype=dtype: nan_anywhere(256, dtype),
+                    lambda x, group=group, layout=layout, config=config: quantize.per_group(
+                        x, group, layout=layout, nan_to_zero=True, config=config
+                    ),
+                    lambda x, group=group, layout=layout: grouped(
+                        reference.nan_to_zero(x), group, layout, False, fp8.E4M3FN
+                    ),
+                    True,
+                )
     # whole tiles, cut ones, and one of fewer values than threads
     for rows, groups, warps in (
         *((1, 1, 1), (1, 2, 1), (1, 8, 1), (1, 8, 4), (4, 4, 4), (8, 4, 8)),

@@ -44,6 +44,15 @@ def largest_anywhere(k: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(torch.rand(k, k, generator=generator) < 0.5, x, -x).to(dtype)
 
 
+def nan_anywhere(k: int, dtype: torch.dtype) -> torch.Tensor:
+    """[k, k] whose row r has NaN in column r and an infinity in one other; both signs of each."""
+    x = testing.random_rows(k, k, dtype)
+    row = torch.arange(k)
+    x[row, (5 * row + 1) % k] = torch.where(row % 2 == 0, torch.inf, -torch.inf).to(dtype)
+    x[row, row] = torch.where(row % 4 < 2, torch.nan, -torch.nan).to(dtype)
+    return x
+
+
 def exact_rows(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     """[m, k] small integers times a power of two a row: their squares add up exactly in fp32."""
     generator = torch.Generator().manual_seed(m * 131 + k)
