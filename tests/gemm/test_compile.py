@@ -67,6 +67,46 @@ def test_with_the_weight_first_few_rows_multiply_fp8(arch, tile, scheme):
         assert "tcgen05.mma" in ptx or f"wgmma.mma_async.sync.aligned.m64n{tile[0]}k32" in ptx
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TileConfig(8, 16, 128, 8, 4, 4, swap=True, parts=8),
+        TileConfig(16, 64, 128, 8, 4, 3, swap=True, parts=2),
+        TileConfig(16, 16, 128, 8, 4, 4, parts=4),
+        TileConfig(64, 32, 128, 8, 4, 4, parts=2),
+    ],
+    ids=str,
+)
+def test_k_tiles_side_by_side_are_one_product(arch, config):
+    backend, device = gemm.backend("triton_block"), generic_device(ARCHES[arch])
+    for k in (4096, 1000):
+        problem = Problem("gemm", BLOCK, 9, 4096, k, bias=True)
+        assert backend.illegal(config, problem, device) is None
+        built = compiled(backend, problem, config, arch)
+        assert built.metadata.shared <= backend.smem_bytes(config, problem, device)
+        columns = config.parts * (config.block_m if config.swap else config.block_n)
+        ptx = built.asm["ptx"]
+        assert "tcgen05.mma" in ptx or f"wgmma.mma_async.sync.aligned.m64n{columns}k32" in ptx
+
+
+def test_k_tiles_side_by_side_need_warp_groups_block_scales_and_whole_groups():
+    config = TileConfig(16, 16, 128, 8, 4, 4, parts=4)
+    hopper, ada = (generic_device(ARCHES[arch]) for arch in ("sm_90", "sm_89"))
+    wide = Scheme("block", "token", True, block=(128, 1024))
+    for name, scheme, device, complaint in (
+        ("triton_row", ROW, hopper, "side by side"),
+        ("triton_block", BLOCK, ada, "side by side"),
+        ("triton_block", wide, hopper, "scales change after"),
+    ):
+        backend, problem = gemm.backend(name), Problem("gemm", scheme, 9, 4096, 4096)
+        assert complaint in backend.illegal(config, problem, device)
+        low = backend.lowered(config, problem, device)
+        assert low.parts == 1
+        assert backend.illegal(low, problem, device) is None
+        assert not any(c.parts > 1 for c in backend.configs(problem, device)) or scheme == wide
+
+
 @pytest.mark.parametrize("arch", ["sm_89", "sm_120", "gfx942"])
 def test_elsewhere_a_row_with_the_weight_first_is_read_without(arch):
     backend, device = gemm.backend("triton_row"), generic_device(ARCHES[arch])

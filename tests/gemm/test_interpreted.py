@@ -38,6 +38,8 @@ cases = {
             TileConfig(32, 32, 32, 8),
             TileConfig(16, 128, 32, 1),
             TileConfig(16, 32, 32, 2, swap=True),
+            TileConfig(8, 16, 32, 4, parts=4),
+            TileConfig(8, 32, 32, 2, swap=True, parts=4),
         ],
     ),
     "triton_w8a16": (
@@ -61,6 +63,9 @@ for scheme in schemes:
             wanted = testing_gemm.oracle(layer, quantized, True, out)
             problem = testing_gemm.problem_of(layer, out, True, "fp32_128")
             for config in configs:
+                # a step of four parts is no multiple of 96 columns
+                if getattr(config, "parts", 1) > 1 and scheme.block == (48, 96):
+                    continue
                 for rows in (0, 1, m):
                     found = testing_gemm.check(backend, layer, wanted, problem, CPU, config, rows)
                     if found:

@@ -77,6 +77,26 @@ def test_hopper_takes_the_largest_tile_of_which_there_are_enough(m, n, k, want):
     assert default("row", m, n, k) == want
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "want"),
+    [
+        # two tiles an SM at once
+        (1, 4096, 12288, TileConfig(8, 16, 128, 8, 4, 4, swap=True, parts=4)),
+        (8, 6144, 4096, TileConfig(8, 32, 128, 8, 4, 3, swap=True, parts=4)),
+        (8, 24576, 4096, TileConfig(8, 64, 128, 8, 4, 3, swap=True, parts=2)),
+        (9, 4096, 4096, TileConfig(16, 16, 128, 8, 4, 4, parts=4)),
+        (16, 6144, 4096, TileConfig(16, 16, 128, 8, 4, 3, parts=4)),
+        (16, 24576, 4096, TileConfig(16, 64, 128, 8, 4, 3, swap=True, parts=2)),
+        (32, 4096, 4096, TileConfig(32, 32, 128, 8, 4, 6, parts=2)),
+        (64, 4096, 12288, TileConfig(64, 32, 128, 8, 4, 4, parts=2)),
+        (64, 6144, 4096, TileConfig(64, 64, 128, 8, 4, 6)),
+        (65, 4096, 4096, TileConfig(64, 64, 128, 8, 4, 6)),
+    ],
+)
+def test_block_scales_of_few_rows_put_k_tiles_side_by_side(m, n, k, want):
+    assert default("block", m, n, k) == want
+
+
 @pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64, 65, 128, 4097])
 def test_where_sums_are_kept_twice_tiles_are_smaller_and_steps_as_short_as_they_must_be(m):
     for kind, accumulate in (("row", "fp32_128"), ("block", "fast")):
@@ -97,7 +117,9 @@ def test_every_default_is_legal_and_puts_the_weight_first_only_for_warp_groups(a
                 problem = Problem("gemm", SCHEMES[kind], m, n, k, "bf16", out)
                 tile = backend.default_config(problem, device)
                 assert backend.illegal(tile, problem, device) is None
-                assert tile.block_m >= min(m, 16)
-                if tile.swap:
+                assert tile.block_m >= min(m, 8)
+                assert tile.block_m * tile.parts >= 16
+                if tile.swap or tile.parts > 1:
                     assert tile.from_shared(device)
+                if tile.swap:
                     assert m <= tile.block_m <= 32

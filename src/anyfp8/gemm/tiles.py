@@ -34,7 +34,8 @@ class TileConfig(Config):
     """Tile of one program, its warps and the depth of its pipeline.
 
     group_m row tiles are walked before the next column tile, so that they share it in L2. With
-    swap the weight is the product's first operand, whose 64 rows a warp group wants full.
+    swap the weight is the product's first operand, whose 64 rows a warp group wants full. A product
+    has `parts` K tiles of block_k side by side, in its rows and in its columns.
     """
 
     block_m: int
@@ -44,25 +45,26 @@ class TileConfig(Config):
     num_warps: int = 4
     num_stages: int = 3
     swap: bool = False
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        blocks = (self.block_m, self.block_n, self.block_k, self.num_warps)
+        blocks = (self.block_m, self.block_n, self.block_k, self.num_warps, self.parts)
         if any(b < 1 or b & (b - 1) for b in blocks) or self.num_stages < 1 or self.group_m < 1:
             raise InputError(
                 "not a tile",
                 got=repr(self),
-                want="blocks and num_warps powers of two, num_stages and group_m at least 1",
+                want="blocks, parts and num_warps powers of two, num_stages and group_m at least 1",
             )
 
     def to_dict(self) -> dict[str, Any]:
-        # rows of tables that never had the field stay as they were
-        values = super().to_dict()
-        return values if self.swap else {k: v for k, v in values.items() if k != "swap"}
+        # rows of tables that never had a field stay as they were
+        usual = {"swap": False, "parts": 1}
+        return {k: v for k, v in super().to_dict().items() if k not in usual or v != usual[k]}
 
     @property
     def sums(self) -> int:
         """fp32 sums of one thread."""
-        return self.block_m * self.block_n // (32 * self.num_warps)
+        return self.block_m * self.block_n * self.parts**2 // (32 * self.num_warps)
 
     @property
     def operand_bytes(self) -> int:
@@ -71,7 +73,7 @@ class TileConfig(Config):
 
     def from_shared(self, device: Device) -> bool:
         """Whether the dot is a warp group's and reads its operands from shared memory."""
-        first = self.block_n if self.swap else self.block_m
+        first = (self.block_n if self.swap else self.block_m) * self.parts
         return _by_warp_groups(device) and first >= 64 and self.num_warps >= 4
 
     def converts(self, device: Device) -> bool:
@@ -80,7 +82,7 @@ class TileConfig(Config):
 
     def smem_bytes(self, device: Device, out_bytes: int = 2) -> int:
         """Shared memory of a row-scaled tile, never less than what Triton takes."""
-        tile = (self.block_m + self.block_n) * self.block_k
+        tile = (self.block_m + self.block_n) * self.parts * self.block_k
         depth = self.num_stages if self.from_shared(device) else max(self.num_stages - 1, 1)
         barriers = 16 if "tcgen05" in device.arch.features else 0
         return max(depth * tile, self.block_m * self.block_n * out_bytes) + barriers
@@ -92,8 +94,9 @@ class TileBackend(Backend):
     kind = "w8a8"
     config_class = TileConfig
     batch_invariant = True
-    # whether it has a kernel with the weight first
+    # whether it has a kernel with the weight first, and K tiles side by side
     swaps = False
+    has_parts = False
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if not device.has_fp8:
@@ -113,15 +116,19 @@ class TileBackend(Backend):
 
     def illegal(self, config: Config, problem: Problem, device: Device) -> str | None:
         assert isinstance(config, TileConfig)
-        if config.block_m < 16 or config.block_n < 16 or config.block_k < 32:
+        low = min(config.block_m, config.block_n) * config.parts
+        if low < 16 or config.block_k < 32:
             return "is below the tensor cores' 16x16x32"
+        if config.parts > 1 and not (self.has_parts and config.from_shared(device)):
+            return "puts K tiles side by side, which only block scales on warp groups want"
         if config.swap and not (self.swaps and config.from_shared(device)):
             return "puts the weight first, which only products of warp groups do"
         limit = self.max_block_k(problem)
         if config.block_k > limit or limit % config.block_k:
             return f"has block_k={config.block_k}, and the scales or the accumulation need {limit}"
         threads = config.num_warps * (64 if "mfma" in device.arch.features else 32)
-        if threads > 1024 or config.block_m * config.block_n > threads * _MAX_ACCUMULATORS:
+        sums = config.block_m * config.block_n * config.parts**2
+        if threads > 1024 or sums > threads * _MAX_ACCUMULATORS:
             return f"does not fit {config.num_warps} warps"
         need = self.smem_bytes(config, problem, device)
         if need > device.shared_memory:
@@ -142,6 +149,15 @@ class TileBackend(Backend):
     def lowered(self, config: Config, problem: Problem, device: Device) -> TileConfig | None:
         """Fewer stages, then a narrower tile, then a shorter one, until it is legal."""
         assert isinstance(config, TileConfig)
+        found = self._lowered(config, problem, device)
+        if found is None and config.parts > 1:
+            # as many rows and columns of a product, all of one part
+            m, n = config.block_m * config.parts, config.block_n * config.parts
+            whole = replace(config, block_m=m, block_n=n, parts=1)
+            found = self._lowered(whole, problem, device)
+        return found
+
+    def _lowered(self, config: TileConfig, problem: Problem, device: Device) -> TileConfig | None:
         if config.swap and not (self.swaps and config.from_shared(device)):
             config = replace(config, swap=False)
         block_k = min(config.block_k, self.max_block_k(problem))
@@ -159,7 +175,8 @@ class TileBackend(Backend):
         sms = device.sms or 64
         if _by_warp_groups(device):
             swapped = _swapped_tile(problem, sms) if self.swaps else None
-            tile = swapped or _group_tile(problem, sms)
+            split = _parts_tile(problem, sms) if self.has_parts else None
+            tile = split or swapped or _group_tile(problem, sms)
             if tile.block_k == 256 and self.max_block_k(problem) == 128:
                 # half as long steps: as many more of them in flight
                 tile = replace(tile, block_k=128, num_stages=min(2 * tile.num_stages, 10))
@@ -176,10 +193,11 @@ class TileBackend(Backend):
             # a tile twice as tall as the rows there are only wastes them, unless it is the lowest
             # that multiplies FP8: 64 rows took 9.4 µs for M = 1 to 16 and 16 rows 10.7 (H200)
             tall = config.block_m > 16 and config.block_m >= 2 * max(problem.m, 1)
-            if tall and (config.swap or config.block_m > 64 or not config.from_shared(device)):
+            few = config.swap or config.parts > 1
+            if tall and (few or config.block_m > 64 or not config.from_shared(device)):
                 continue
             # beyond one tile of rows the weight would be read again
-            if config.swap and config.block_m < problem.m:
+            if few and config.block_m < problem.m:
                 continue
             if config.block_k > 32 and config.block_k >= 2 * problem.k:
                 continue
@@ -264,20 +282,37 @@ def _fill(tiles: int, sms: int) -> float:
 
 
 def _swapped_tile(problem: Problem, sms: int) -> TileConfig | None:
-    """For up to 32 rows.
+    """For up to 32 rows that have one scale each.
 
     At M = 16 on an H200 8.8 µs (6144 x 4096), 26.2 (24576 x 4096), 15.1 (4096 x 12288) and 8.7
-    (2112 x 7168); 64 rows by the best tile 9.6, 28.1, 15.9 and 9.0. With block scales 11.7, 27.8
-    and 28.7 against 12.0, 29.5 and 30.3; above 16 rows nothing is won there.
+    (2112 x 7168); 64 rows by the best tile 9.6, 28.1, 15.9 and 9.0.
     """
-    scaled = scales_along_k(problem)
-    if problem.m > (16 if scaled else 32):
+    if problem.m > 32 or scales_along_k(problem):
         return None
-    if scaled:
-        return TileConfig(16, 64, 128, 8, 4, 6, swap=True)
     # 160 KB of weights in flight, or three tiles an SM at once
     stages = 8 if -(-problem.n // 64) <= sms else 3
     return TileConfig(16 if problem.m <= 16 else 32, 64, 256, 8, 4, stages, swap=True)
+
+
+def _parts_tile(problem: Problem, sms: int) -> TileConfig | None:
+    """For up to 64 rows whose scales change along K: K tiles side by side fill a product.
+
+    At M = 1, 16 and 64 on an H200 7.3, 7.9 and 9.7 µs (4096 x 4096), 16.2, 17.1 and 24.7
+    (4096 x 12288); one K tile at a time 10.7, 11.2 and 11.9, 27.2, 28.8 and 32.7.
+    """
+    m, n = max(problem.m, 1), problem.n
+    if m <= 8:
+        for columns, parts, stages in ((16, 4, 4), (32, 4, 3)):
+            if n <= 2 * sms * columns:
+                return TileConfig(8, columns, 128, 8, 4, stages, True, parts)
+    if m <= 16:
+        if n <= 3 * sms * 16:
+            return TileConfig(16, 16, 128, 8, 4, 4 if n <= 2 * sms * 16 else 3, parts=4)
+        # three an SM at once
+        return TileConfig(8 if m <= 8 else 16, 64, 128, 8, 4, 3, True, 2)
+    if m <= 64 and n <= sms * 32:
+        return TileConfig(32 if m <= 32 else 64, 32, 128, 8, 4, 6 if m <= 32 else 4, parts=2)
+    return None
 
 
 @lru_cache(maxsize=128)
@@ -297,6 +332,14 @@ def _good_tiles(backend: TileBackend, problem: Problem, device: Device) -> tuple
         for block_m, block_n, block_k, warps, stages in shapes:
             config = TileConfig(block_m, block_n, block_k, 8, warps, stages, swap=True)
             if backend.good(config, problem, device):
+                found.append(config)
+    if backend.has_parts:
+        shapes = product((8, 16, 32, 64), (16, 32, 64), (2, 4, 8), (3, 4, 6, 8), (False, True))
+        for block_m, block_n, parts, stages, swap in shapes:
+            config = TileConfig(block_m, block_n, 128, 8, 4, stages, swap, parts)
+            rows, columns = (block_n, block_m) if swap else (block_m, block_n)
+            fills = 64 <= rows * parts <= 128 and columns * parts <= (64 if swap else 128)
+            if fills and backend.good(config, problem, device):
                 found.append(config)
     return tuple(found)
 

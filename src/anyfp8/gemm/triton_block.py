@@ -29,6 +29,7 @@ _WHOLE = 1 << 30  # a "group" longer than any K: the scale never changes along i
 class TritonBlock(TileBackend):
     name = "triton_block"
     swaps = True
+    has_parts = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         scheme = problem.scheme
@@ -46,8 +47,16 @@ class TritonBlock(TileBackend):
 
     def smem_bytes(self, config: TileConfig, problem: Problem, device: Device) -> int:
         # scales change their layout on the way to the accumulators
-        scales = 4 * max(config.block_m, config.block_n)
+        scales = 4 * max(config.block_m, config.block_n) * config.parts
         return super().smem_bytes(config, problem, device) + scales
+
+    def illegal(self, config: Config, problem: Problem, device: Device) -> str | None:
+        assert isinstance(config, TileConfig)
+        step = config.parts * config.block_k
+        groups = (_x_group(problem.scheme), _w_group(problem.scheme))
+        if config.parts > 1 and any(group != _WHOLE and step % group for group in groups):
+            return f"steps {step} columns, and scales change after {groups[0]} and {groups[1]}"
+        return super().illegal(config, problem, device)
 
     def source(self, problem: Problem, config: TileConfig, device: Device) -> Source:
         """The specialization that `run` launches, for compiling it elsewhere."""
@@ -94,11 +103,12 @@ class TritonBlock(TileBackend):
             "HAS_BIAS": problem.bias,
             "OPERAND": operand_of(device),
             "SHORT": problem.m < config.block_m,
-            "EVEN_K": problem.k % config.block_k == 0,
+            "EVEN_K": problem.k % (config.parts * config.block_k) == 0,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
+            "PARTS": config.parts,
         }
 
     def run(

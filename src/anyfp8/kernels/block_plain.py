@@ -7,7 +7,16 @@ scaled in fp32; BLOCK_K therefore divides both the activations' group and the we
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, load_rows, operand, rows_read, tile_of
+from anyfp8.kernels.operand import (
+    code_pointer,
+    lanes_of,
+    load_rows,
+    load_scales,
+    operand,
+    own,
+    rows_read,
+    tile_of,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -40,43 +49,63 @@ def block_plain(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, row_part = lanes_of(BLOCK_M, PARTS)
+    column, column_part = lanes_of(BLOCK_N, PARTS)
+    rows = tile_m * BLOCK_M + row
+    columns = tile_n * BLOCK_N + column
     ks = tl.arange(0, BLOCK_K)
+    x_ks = (row_part * BLOCK_K)[:, None] + ks[None, :]
+    w_ks = (column_part * BLOCK_K)[None, :] + ks[:, None]
     # lanes past the edge are not stored
     x_rows = rows_read(rows, M, SHORT)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + ks[None, :]
-    w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + ks[:, None]
+    x = code_pointer(x_ptr, OPERAND) + x_rows[:, None] * stride_xm + x_ks
+    w = code_pointer(w_ptr, OPERAND) + w_rows[None, :] * stride_wn + w_ks
     sx = sx_ptr + x_rows * stride_sxm
     if SW_SCALAR:
+        # the tile lies in one block of rows: one multiplication fewer for each element
         sw = sw_ptr + (tile_n * BLOCK_N // SW_ROWS) * stride_swn
+        sw_part = row_part
     else:
         sw = sw_ptr + w_rows // SW_ROWS * stride_swn
+        sw_part = column_part
+    if SHORT:
+        held = rows < M
+    else:
+        held = None
 
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, SHORT, EVEN_K)
+    acc = tl.zeros((BLOCK_M * PARTS, BLOCK_N * PARTS), dtype=tl.float32)
+    STEP: tl.constexpr = BLOCK_K * PARTS
+    last = (K - 1) // STEP * STEP
+    # a step ahead: a product would wait for them
+    next_x = load_scales(sx, 0, K, row_part, held, stride_sxk, SX_GROUP, BLOCK_K, PARTS, EVEN_K)
+    next_w = load_scales(sw, 0, K, sw_part, None, stride_swk, SW_GROUP, BLOCK_K, PARTS, EVEN_K)
+    for k in range(0, K, STEP):
+        a = load_rows(x, rows, x_ks, M, K - k, SHORT, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:
-            b = tl.load(w, mask=ks[:, None] < K - k, other=0.0)
-        if SHORT:
-            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk, mask=rows < M, other=0.0)
-        else:
-            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
-        scale_w = tl.load(sw + k // SW_GROUP * stride_swk)
+            b = tl.load(w, mask=w_ks < K - k, other=0.0)
+        scale_x, scale_w = next_x, next_w
+        at = min(k + STEP, last)
+        next_x = load_scales(
+            sx, at, K, row_part, held, stride_sxk, SX_GROUP, BLOCK_K, PARTS, EVEN_K
+        )
+        next_w = load_scales(sw, at, K, sw_part, None, stride_swk, SW_GROUP, BLOCK_K, PARTS, EVEN_K)
         part = tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         if SW_SCALAR:
-            # the tile lies in one block of rows: one multiplication fewer for each element
             acc += part * (scale_x * scale_w)[:, None]
         else:
             acc += part * scale_x[:, None] * scale_w[None, :]
-        x += BLOCK_K
-        w += BLOCK_K
+        x += STEP
+        w += STEP
 
+    acc = own(acc, row_part, column_part, BLOCK_M, BLOCK_N, PARTS)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if OPERAND == "fp8e4b8":
         acc *= 4.0
     if HAS_BIAS:

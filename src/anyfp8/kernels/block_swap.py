@@ -1,13 +1,22 @@
 """y[M, N] = Σ over K blocks of (x · wᵀ) · sx[m, k/g] · sw[n/bn, k/bk], + bias[n], weight first.
 
-As `row_swap`: few tokens fill the 16 columns of a warp group's product. Each K tile's product is
+As `row_swap`: few tokens fill the columns of a warp group's product. Each K tile's product is
 scaled in fp32, as in `block_plain`.
 """
 
 import triton
 import triton.language as tl
 
-from anyfp8.kernels.operand import code_pointer, load_columns, operand, rows_read, tile_of
+from anyfp8.kernels.operand import (
+    code_pointer,
+    lanes_of,
+    load_columns,
+    load_scales,
+    operand,
+    own,
+    rows_read,
+    tile_of,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -40,47 +49,67 @@ def block_swap(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, row_part = lanes_of(BLOCK_M, PARTS)
+    column, column_part = lanes_of(BLOCK_N, PARTS)
+    rows = tile_m * BLOCK_M + row
+    columns = tile_n * BLOCK_N + column
     ks = tl.arange(0, BLOCK_K)
+    x_ks = (row_part * BLOCK_K)[None, :] + ks[:, None]
+    w_ks = (column_part * BLOCK_K)[:, None] + ks[None, :]
     # lanes past the edge are not stored
     x_rows = rows_read(rows, M, SHORT)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
-    x = code_pointer(x_ptr, OPERAND) + x_rows[None, :] * stride_xm + ks[:, None]
-    w = code_pointer(w_ptr, OPERAND) + w_rows[:, None] * stride_wn + ks[None, :]
+    x = code_pointer(x_ptr, OPERAND) + x_rows[None, :] * stride_xm + x_ks
+    w = code_pointer(w_ptr, OPERAND) + w_rows[:, None] * stride_wn + w_ks
     sx = sx_ptr + x_rows * stride_sxm
     if SW_SCALAR:
+        # the tile lies in one block of rows: one multiplication fewer for each element
         sw = sw_ptr + (tile_n * BLOCK_N // SW_ROWS) * stride_swn
+        sw_part = row_part
     else:
         sw = sw_ptr + w_rows // SW_ROWS * stride_swn
+        sw_part = column_part
+    if SHORT:
+        held = rows < M
+    else:
+        held = None
 
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
+    acc = tl.zeros((BLOCK_N * PARTS, BLOCK_M * PARTS), dtype=tl.float32)
+    STEP: tl.constexpr = BLOCK_K * PARTS
+    last = (K - 1) // STEP * STEP
+    # a step ahead: a product would wait for them
+    next_x = load_scales(sx, 0, K, row_part, held, stride_sxk, SX_GROUP, BLOCK_K, PARTS, EVEN_K)
+    next_w = load_scales(sw, 0, K, sw_part, None, stride_swk, SW_GROUP, BLOCK_K, PARTS, EVEN_K)
+    for k in range(0, K, STEP):
         if EVEN_K:
             a = tl.load(w)
         else:
-            a = tl.load(w, mask=ks[None, :] < K - k, other=0.0)
-        b = load_columns(x, rows, ks, M, K - k, SHORT, EVEN_K)
-        if SHORT:
-            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk, mask=rows < M, other=0.0)
-        else:
-            scale_x = tl.load(sx + k // SX_GROUP * stride_sxk)
-        scale_w = tl.load(sw + k // SW_GROUP * stride_swk)
+            a = tl.load(w, mask=w_ks < K - k, other=0.0)
+        b = load_columns(x, rows, x_ks, M, K - k, SHORT, EVEN_K)
+        scale_x, scale_w = next_x, next_w
+        at = min(k + STEP, last)
+        next_x = load_scales(
+            sx, at, K, row_part, held, stride_sxk, SX_GROUP, BLOCK_K, PARTS, EVEN_K
+        )
+        next_w = load_scales(sw, at, K, sw_part, None, stride_swk, SW_GROUP, BLOCK_K, PARTS, EVEN_K)
         part = tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         if SW_SCALAR:
-            # the tile lies in one block of rows: one multiplication fewer for each element
             acc += part * (scale_x * scale_w)[None, :]
         else:
             acc += part * scale_x[None, :] * scale_w[:, None]
-        x += BLOCK_K
-        w += BLOCK_K
+        x += STEP
+        w += STEP
 
+    acc = own(acc, column_part, row_part, BLOCK_N, BLOCK_M, PARTS)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if OPERAND == "fp8e4b8":
         acc *= 4.0
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     y = y_ptr + rows.to(tl.int64)[None, :] * stride_ym + columns[:, None]
-    mask = (columns < N)[:, None] & (rows < M)[None, :]
+    mask = (rows < M)[None, :] & (columns < N)[:, None]
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=mask)

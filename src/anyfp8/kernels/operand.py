@@ -1,5 +1,9 @@
 """Pieces that the GEMM kernels share: FP8 codes as operands of a dot, and the order of tiles.
 
+Where scales change along K, a product is waited for before it is scaled, which takes as long for
+few rows as for many. PARTS K tiles side by side are one product then: row r of part p holds the
+columns p · BLOCK_K on, and so do the columns of the other operand.
+
 OPERAND says how codes reach the dot: "fp8e4nv" and "fp8e4b8" read them as that type, "arithmetic"
 decodes them to fp32 by integer operations (Triton's interpreter converts FP8 wrongly). Codes are
 e4m3fn always: "fp8e4b8" gives a quarter of the product, because a byte means half there.
@@ -34,6 +38,62 @@ def code_pointer(pointer, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def lanes_of(BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """(row or column of the tile, part) of a product's lanes: PARTS tiles side by side."""
+    lanes = tl.arange(0, BLOCK * PARTS)
+    if PARTS == 1:
+        return lanes, lanes * 0
+    else:
+        return lanes % BLOCK, lanes // BLOCK
+
+
+@triton.jit
+def own(acc, row_part, column_part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """The sum over parts of what each multiplied of its own, [ROWS, COLUMNS]."""
+    if PARTS == 1:
+        return acc
+    else:
+        # a select: what parts multiplied of each other's may be inf
+        acc = tl.where(row_part[:, None] == column_part[None, :], acc, 0.0)
+        acc = acc.reshape(PARTS, ROWS, PARTS, COLUMNS)
+        return tl.sum(tl.sum(acc, axis=2), axis=0)
+
+
+@triton.jit
+def load_scales(
+    at,
+    k,
+    K,
+    part,
+    held,
+    stride,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """The scales of the step at k, which lie in rows that `at` points to; held: a mask or None.
+
+    GROUP columns have one scale. With PARTS it divides the step, or is longer than K.
+    """
+    at += k // GROUP * stride
+    if PARTS == 1:
+        inside = held
+    else:
+        at += part * BLOCK_K // GROUP * stride
+        if EVEN_K:
+            inside = held
+        elif held is None:
+            inside = part * BLOCK_K < K - k
+        else:
+            inside = held & (part * BLOCK_K < K - k)
+    if inside is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
 def rows_read(rows, M, SHORT: tl.constexpr):
     """Which row each lane reads; int64: M · K can pass 2^31."""
     if SHORT:
@@ -48,31 +108,31 @@ def load_rows(x, rows, ks, M, left, SHORT: tl.constexpr, EVEN_K: tl.constexpr):
 
     Otherwise lanes past the last row have wrapped round to the first rows, which costs no mask in
     the loop. Neither may all read one row: every spare lane of every program wants that line of L2
-    at once then.
+    at once then. ks: [1 or rows, K] columns of the step, of which `left` are K's.
     """
     if not SHORT:
         if EVEN_K:
             return tl.load(x)
         else:
-            return tl.load(x, mask=ks[None, :] < left, other=0.0)
+            return tl.load(x, mask=ks < left, other=0.0)
     elif EVEN_K:
         return tl.load(x, mask=(rows < M)[:, None], other=0.0)
     else:
-        return tl.load(x, mask=(rows < M)[:, None] & (ks[None, :] < left), other=0.0)
+        return tl.load(x, mask=(rows < M)[:, None] & (ks < left), other=0.0)
 
 
 @triton.jit
 def load_columns(x, rows, ks, M, left, SHORT: tl.constexpr, EVEN_K: tl.constexpr):
-    """`load_rows` of a transposed tile: K runs down, rows run across."""
+    """`load_rows` of a transposed tile: K runs down, rows run across; ks [K, 1 or rows]."""
     if not SHORT:
         if EVEN_K:
             return tl.load(x)
         else:
-            return tl.load(x, mask=ks[:, None] < left, other=0.0)
+            return tl.load(x, mask=ks < left, other=0.0)
     elif EVEN_K:
         return tl.load(x, mask=(rows < M)[None, :], other=0.0)
     else:
-        return tl.load(x, mask=(rows < M)[None, :] & (ks[:, None] < left), other=0.0)
+        return tl.load(x, mask=(rows < M)[None, :] & (ks < left), other=0.0)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def row_plain(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        a = load_rows(x, rows, ks, M, K - k, SHORT, EVEN_K)
+        a = load_rows(x, rows, ks[None, :], M, K - k, SHORT, EVEN_K)
         if EVEN_K:
             b = tl.load(w)
         else:

@@ -52,7 +52,7 @@ def row_swap(
             a = tl.load(w)
         else:
             a = tl.load(w, mask=ks[None, :] < K - k, other=0.0)
-        b = load_columns(x, rows, ks, M, K - k, SHORT, EVEN_K)
+        b = load_columns(x, rows, ks[:, None], M, K - k, SHORT, EVEN_K)
         if PROMOTE:
             acc += tl.dot(operand(a, OPERAND), operand(b, OPERAND), max_num_imprecise_acc=BLOCK_K)
         else:

@@ -79,7 +79,7 @@ def tile_times(problem: Problem, device: Device, configs: Iterable[TileConfig]) 
         tile = tiles_of[config]
         rows = -(-m // config.block_m)
         columns = -(-n // config.block_n)
-        steps = -(-k // config.block_k)
+        steps = -(-k // (config.parts * config.block_k))
         full, rest = divmod(rows * columns, sms * tile.resident)
         busy = full * (steps * tile.step[-1] + tile.ends[-1]) if full else 0.0
         if rest:
@@ -114,7 +114,7 @@ def _tile(config: TileConfig, device: Device, scaled: bool, kept: int, out_bytes
 
     multiply = _multiply_us(config, device) * (1 + _SPILL * max(0.0, registers - _FREE_REGISTERS))
     scale = _scale_us(config, group) if scaled else 0.0
-    move = (config.block_m + config.block_n) * config.block_k / _L2_BYTES_PER_SM
+    move = (config.block_m + config.block_n) * config.parts * config.block_k / _L2_BYTES_PER_SM
     move *= max(1.0, 128 / config.block_k) ** _SHORT
     crowded = 1 + _FULL if group and smem > 0.8 * device.shared_memory else 1.0
     in_flight = max(stages - 1 - _LAG, 0.35) if group else max(stages - 1, 1)
@@ -142,15 +142,14 @@ def _scale_us(config: TileConfig, group: bool) -> float:
     """One step's scaling of one tile's sums."""
     if not group:
         return config.block_m * config.block_n * _SCALE_US
-    if config.swap:
-        return _COLUMN * config.block_m * _ROW_US
-    return max(config.block_m, 16 * config.num_warps) * _ROW_US
+    rows = config.block_m * config.parts
+    return _ROW_US * (_COLUMN * rows if config.swap else max(rows, 16 * config.num_warps))
 
 
 def _multiply_us(config: TileConfig, device: Device) -> float:
     """One step's product of one tile, alone on its SM and without spilling."""
     sms = device.sms or 1
-    elements = config.block_m * config.block_n
+    elements = config.block_m * config.block_n * config.parts**2
     if config.converts(device):
         per_us = 1e6 * (device.bf16_tflops or 0.0) / sms
         # each warp converts what it multiplies, its neighbours' operands included
