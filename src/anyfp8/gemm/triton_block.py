@@ -46,8 +46,8 @@ class TritonBlock(TileBackend):
         return min(step & -step, super().max_block_k(problem))
 
     def smem_bytes(self, config: TileConfig, problem: Problem, device: Device) -> int:
-        # scales change their layout on the way to the accumulators
-        scales = 4 * max(config.block_m, config.block_n) * config.parts
+        # scales change their layout on the way to the accumulators, this step's and the next's
+        scales = 8 * max(config.block_m, config.block_n) * config.parts
         return super().smem_bytes(config, problem, device) + scales
 
     def illegal(self, config: Config, problem: Problem, device: Device) -> str | None:
