@@ -450,6 +450,16 @@ def test_a_tile_that_the_engines_kernels_do_not_have_is_not_exported(tmp_path):
     assert "swap" not in TileConfig(**A).to_dict()
     choice = select(problem(8), H200, Request(), tables_of(H200, row(8, swapped, 5.0)))
     assert choice.config == TileConfig(**swapped)
+    # nor K tiles side by side
+    beside = A | {"block_m": 16, "block_n": 16, "parts": 4}
+    table = Table(Header(L40S.name), (row(8, beside, 5.0), row(8, None, 9.0), row(16, A, 5.0)))
+    [configs] = sglang_tables.export(table).values()
+    assert configs[8] is None
+    assert configs[16]["BLOCK_SIZE_M"] == 64
+    # but the plain tile that was the best before it
+    named = replace(table.rows[0], extra=(("plain", A | {"num_stages": 2}),))
+    [configs] = sglang_tables.export(Table(table.header, (named, *table.rows[1:]))).values()
+    assert configs[8]["num_stages"] == 2
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -106,7 +106,7 @@ class World:
     (64 columns of K, six stages, ...) faster or slower by a tenth than the model thinks."""
 
     def __init__(self, monkeypatch, seed, spread=0.4, habit=0.1):
-        self.picker = random.Random(seed)
+        self.picker, self.seed = random.Random(seed), seed
         self.habit, self.habits = habit, {}
         for name in CONSTANTS:
             factor = math.exp(self.picker.gauss(0, spread))
@@ -122,7 +122,9 @@ class World:
     def _habit(self, config):
         for pair in vars(config).items():
             if pair not in self.habits:
-                self.habits[pair] = math.exp(self.picker.gauss(0, self.habit))
+                # whatever other parameters there are
+                picker = random.Random(f"{self.seed} {pair}")
+                self.habits[pair] = math.exp(picker.gauss(0, self.habit))
         return math.prod(self.habits[pair] for pair in vars(config).items())
 
 

@@ -175,8 +175,9 @@ class TileBackend(Backend):
         sms = device.sms or 64
         if _by_warp_groups(device):
             swapped = _swapped_tile(problem, sms) if self.swaps else None
-            split = _parts_tile(problem, sms) if self.has_parts else None
-            tile = split or swapped or _group_tile(problem, sms)
+            hopper = self.has_parts and "wgmma" in device.arch.features
+            parts = _parts_tile(problem, sms) if hopper else None
+            tile = parts or swapped or _group_tile(problem, sms)
             if tile.block_k == 256 and self.max_block_k(problem) == 128:
                 # half as long steps: as many more of them in flight
                 tile = replace(tile, block_k=128, num_stages=min(2 * tile.num_stages, 10))
@@ -282,34 +283,39 @@ def _fill(tiles: int, sms: int) -> float:
 
 
 def _swapped_tile(problem: Problem, sms: int) -> TileConfig | None:
-    """For up to 32 rows that have one scale each.
+    """For up to 32 rows.
 
     At M = 16 on an H200 8.8 µs (6144 x 4096), 26.2 (24576 x 4096), 15.1 (4096 x 12288) and 8.7
-    (2112 x 7168); 64 rows by the best tile 9.6, 28.1, 15.9 and 9.0.
+    (2112 x 7168); 64 rows by the best tile 9.6, 28.1, 15.9 and 9.0. With block scales nothing is
+    won above 16 rows.
     """
-    if problem.m > 32 or scales_along_k(problem):
+    scaled = scales_along_k(problem)
+    if problem.m > (16 if scaled else 32):
         return None
+    if scaled:
+        return TileConfig(16, 64, 128, 8, 4, 6, swap=True)
     # 160 KB of weights in flight, or three tiles an SM at once
     stages = 8 if -(-problem.n // 64) <= sms else 3
     return TileConfig(16 if problem.m <= 16 else 32, 64, 256, 8, 4, stages, swap=True)
 
 
 def _parts_tile(problem: Problem, sms: int) -> TileConfig | None:
-    """For up to 64 rows whose scales change along K: K tiles side by side fill a product.
+    """For up to 64 rows whose scales change along K, on Hopper: K tiles side by side.
 
-    At M = 1, 16 and 64 on an H200 7.3, 7.9 and 9.7 µs (4096 x 4096), 16.2, 17.1 and 24.7
+    At M = 1, 16 and 64 on an H200 7.0, 8.1 and 9.7 µs (4096 x 4096), 14.6, 17.3 and 24.7
     (4096 x 12288); one K tile at a time 10.7, 11.2 and 11.9, 27.2, 28.8 and 32.7.
     """
     m, n = max(problem.m, 1), problem.n
     if m <= 8:
-        for columns, parts, stages in ((16, 4, 4), (32, 4, 3)):
-            if n <= 2 * sms * columns:
-                return TileConfig(8, columns, 128, 8, 4, stages, True, parts)
+        if n <= 2 * sms * 16:
+            return TileConfig(8, 16, 128, 8, 4, 3, parts=8)
+        if n <= 2 * sms * 32:
+            return TileConfig(8, 32, 128, 8, 4, 3, swap=True, parts=4)
     if m <= 16:
         if n <= 3 * sms * 16:
             return TileConfig(16, 16, 128, 8, 4, 4 if n <= 2 * sms * 16 else 3, parts=4)
         # three an SM at once
-        return TileConfig(8 if m <= 8 else 16, 64, 128, 8, 4, 3, True, 2)
+        return TileConfig(8 if m <= 8 else 16, 64, 128, 8, 4, 3, swap=True, parts=2)
     if m <= 64 and n <= sms * 32:
         return TileConfig(32 if m <= 32 else 64, 32, 128, 8, 4, 6 if m <= 32 else 4, parts=2)
     return None
@@ -339,6 +345,8 @@ def _good_tiles(backend: TileBackend, problem: Problem, device: Device) -> tuple
             config = TileConfig(block_m, block_n, 128, 8, 4, stages, swap, parts)
             rows, columns = (block_n, block_m) if swap else (block_m, block_n)
             fills = 64 <= rows * parts <= 128 and columns * parts <= (64 if swap else 128)
+            # eight of more than eight rows, or of columns, were never near the fastest
+            fills = fills and (parts < 8 or (rows == 8 and not swap))
             if fills and backend.good(config, problem, device):
                 found.append(config)
     return tuple(found)

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,7 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
     by_m = table.group(("gemm", scheme.name, "", "bf16", "fast", n, k))
     configs: Configs = {}
     for m in sorted(by_m):
-        # their kernels have no form with the weight first
-        rows = [row for row in by_m[m] if not dict(row.config or ()).get("swap")]
+        rows = [theirs for row in by_m[m] if (theirs := _plain(row)) is not None]
         if scheme != CHANNELWISE:
             rows = [row for row in rows if row.role != "default"]
         row = winner_of(rows, ("triton_row", "triton_block"))
@@ -120,6 +120,15 @@ def configs_of(table: Table, scheme: Scheme, n: int, k: int) -> Configs:
         elif scheme == CHANNELWISE:
             configs[m] = None
     return configs
+
+
+def _plain(row: Row) -> Row | None:
+    """A row as the engines' kernels can run it, which have no form with the weight first and none
+    with K tiles side by side: with the tile that the row names as its `plain` one, or None."""
+    if not {"swap", "parts"} & set(dict(row.config or ())):
+        return row
+    plain = dict(row.extra).get("plain")
+    return replace(row, config=tuple(plain.items())) if plain else None
 
 
 def write_files(files: Mapping[str, Configs], folder: Path) -> list[Path]:

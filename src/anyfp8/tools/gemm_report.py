@@ -257,12 +257,13 @@ def _counted(names: Any) -> dict[str, int]:
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """ "64x128x256 w4 s3" of a tile, "a=1 b=2" of anything else."""
+    """ "64x128x256 w4 s3" of a tile, "8x16x128 w4 s3 p8" of 8 parts, "a=1" of anything else."""
     if not {"block_m", "block_n", "block_k", "num_warps", "num_stages"} <= set(config):
         return " ".join(f"{key}={value}" for key, value in config.items())
     tile = "x".join(str(config[f"block_{axis}"]) for axis in "mnk")
-    swap = " swap" if config.get("swap") else ""
-    return f"{tile} w{config['num_warps']} s{config['num_stages']}{swap}"
+    more = f" p{config['parts']}" if config.get("parts", 1) > 1 else ""
+    more += " swap" if config.get("swap") else ""
+    return f"{tile} w{config['num_warps']} s{config['num_stages']}{more}"
 
 
 def line(cell: Cell) -> str:
