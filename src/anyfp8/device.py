@@ -42,8 +42,9 @@ class Arch:
         shared_memory: largest number of bytes one block can have (LDS on AMD); 0 on the CPU.
         fp8: FP8 format that its matrix units multiply, "e4m3fn" or "e4m3fnuz"; None without units.
         features: instructions that kernels may need: "cp_async", "bf16_mma", "tma", "wgmma",
-            "tcgen05", "pdl" on NVIDIA; "mfma", "wmma" on AMD. Empty for an architecture newer than
-            this file: only generic Triton runs there.
+            "tcgen05", "pdl" on NVIDIA; "mfma", "wmma", "lds_copy" on AMD (from memory to LDS past
+            the registers, which Triton 3.8 and 3.9 use). Empty for an architecture newer than this
+            file: only generic Triton runs there.
     """
 
     name: str
@@ -86,7 +87,7 @@ ARCHES: dict[str, Arch] = {
         _nvidia(12, 1, 101_376, _HOPPER),
         _amd("gfx90a", 65_536, None, "mfma", "bf16_mma"),
         _amd("gfx942", 65_536, "e4m3fnuz", "mfma", "bf16_mma"),
-        _amd("gfx950", 163_840, "e4m3fn", "mfma", "bf16_mma"),
+        _amd("gfx950", 163_840, "e4m3fn", "mfma", "bf16_mma", "lds_copy"),
         _amd("gfx1100", 65_536, None, "wmma", "bf16_mma"),
         _amd("gfx1151", 65_536, None, "wmma", "bf16_mma"),
         _amd("gfx1200", 65_536, "e4m3fn", "wmma", "bf16_mma"),

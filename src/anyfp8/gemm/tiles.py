@@ -1,8 +1,8 @@
 """What the Triton W8A8 backends share: the tile configuration, its legality, lowering and launch.
 
 Shared memory follows Triton 3.6 to 3.9, compiled and compared: a pipeline of `num_stages` tiles
-where the dot reads its operands from shared memory (Hopper's and Blackwell's, from 64 rows up), one
-fewer where it reads registers; the epilogue's layout change reuses the same bytes.
+where the dot reads its operands there (Hopper's and Blackwell's, from 64 rows up) or copies pass by
+the registers (gfx950's, padded), one fewer elsewhere; the epilogue reuses the same bytes.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class TileConfig(Config):
         """Shared memory of a row-scaled tile, never less than what Triton takes."""
         tile = (self.block_m + self.block_n) * self.parts * self.block_k
         depth = self.num_stages if self.from_shared(device) else max(self.num_stages - 1, 1)
+        if "lds_copy" in device.arch.features:
+            tile, depth = tile + tile // 64, self.num_stages
         barriers = 16 if "tcgen05" in device.arch.features else 0
         return max(depth * tile, self.block_m * self.block_n * out_bytes) + barriers
 
@@ -314,7 +316,6 @@ def _parts_tile(problem: Problem, sms: int) -> TileConfig | None:
     if m <= 16:
         if n <= 3 * sms * 16:
             return TileConfig(16, 16, 128, 8, 4, 4 if n <= 2 * sms * 16 else 3, parts=4)
-        # three an SM at once
         return TileConfig(8 if m <= 8 else 16, 64, 128, 8, 4, 3, swap=True, parts=2)
     if m <= 64 and n <= sms * 32:
         return TileConfig(32 if m <= 32 else 64, 32, 128, 8, 4, 6 if m <= 32 else 4, parts=2)

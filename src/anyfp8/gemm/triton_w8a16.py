@@ -73,10 +73,11 @@ class W8A16Config(Config):
 
     def smem_bytes(self, device: Device) -> int:
         """Shared memory of one block, never less than what Triton takes."""
-        step = self.slices * self.block_k
+        features, step = device.arch.features, self.slices * self.block_k
         w, x = self.block_n * step, 2 * self.block_m * step
-        features = device.arch.features
         shallow = max(self.num_stages - 1, 1)
+        if "lds_copy" in features:  # padded, and as deep as the pipeline
+            w, x, shallow = w + w // 64, x + x // 64, self.num_stages
         scales = 4 * self.slices * self.block_n * shallow
         if self.how == "gemv":
             sums = 4 * self.block_n * self.num_warps
@@ -94,7 +95,6 @@ class W8A16Config(Config):
         # instructions of four warps, which slices and small tiles do without
         wide = self.slices == 1 and self.num_warps >= 4 and self.block_n >= 64
         if "tcgen05" in features and wide:
-            # decoded weights pass through shared memory
             return max(self.num_stages * (w + x) + 2 * w, out) + 16
         # Hopper reads x there and w from registers; so does Triton 3.8 in plain tiles anywhere
         deep = self.num_stages if self.slices == 1 else shallow
