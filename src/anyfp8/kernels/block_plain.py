@@ -1,7 +1,8 @@
 """y[M, N] = Σ over K blocks of (x · wᵀ) · sx[m, k/g] · sw[n/bn, k/bk], + bias[n].
 
 The scales change along K, so each K tile's product leaves the tensor core's accumulator and is
-scaled in fp32; BLOCK_K therefore divides both the activations' group and the weights' block.
+scaled in fp32; BLOCK_K therefore divides both the activations' group and the weights' block. PARTS
+K tiles make one product, as `operand` describes.
 """
 
 import triton
